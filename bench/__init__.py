@@ -1,0 +1,1 @@
+"""Synthetic models, comparison runs and plots."""

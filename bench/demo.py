@@ -1,0 +1,149 @@
+"""The main job, shown: a GGUF becomes an expert pack and generates with a quarter of its experts in memory.
+
+    python -m bench.demo [--model MODEL.gguf] [--cache SIZE] [--tokens N] [--prompt TEXT] [--no-compare]
+
+Without --model it writes a synthetic mixture-of-experts model (demo/model.gguf, random weights: expect no sentences).
+Then it converts, verifies, generates from the pack, and compares tokens and logits with stock llama.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from bench.make_model import make_model
+from bench.stock import ROOT, STOCK_LIB, environment, llama_class
+from pypack.convert import convert
+from pypack.errors import ExpertPackError
+from pypack.pack import open_pack
+from pypack.progress import for_stderr
+from pypack.verify import verify
+
+VOCABULARY = STOCK_LIB.parent / "source" / "models" / "ggml-vocab-llama-spm.gguf"
+
+
+def generate(job: dict[str, Any], out: Path) -> None:
+    """Greedy tokens and all logits of one side: OUT.npz, and what the cache counted."""
+    llm = llama_class(job["stock"])(job["model"], n_ctx=1024, logits_all=True, verbose=False, **job["options"])
+    prompt = llm.tokenize(job["prompt"].encode(), special=False)
+    start = time.perf_counter()
+    llm.eval(prompt)
+    prefill_s = time.perf_counter() - start
+    tokens: list[int] = []
+    start = time.perf_counter()
+    for _ in range(job["tokens"]):
+        tokens.append(int(llm.scores[llm.n_tokens - 1].argmax()))
+        llm.eval(tokens[-1:])
+    decode_s = time.perf_counter() - start
+    np.savez(out, tokens=np.array(tokens), logits=llm.scores[: llm.n_tokens])
+    found = {
+        "text": llm.detokenize(tokens).decode(errors="replace"),
+        "prefill_tokens_per_s": len(prompt) / prefill_s,
+        "decode_tokens_per_s": len(tokens) / decode_s,
+        "stats": None if job["stock"] else llm.expert_stats().to_dict(),
+    }
+    llm.close()
+    out.with_suffix(".json").write_text(json.dumps(found))
+
+
+def run_side(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Generates in a process of its own; what it found, and the arrays."""
+    out = folder / f"{'stock' if job['stock'] else 'ours'}.npz"
+    command = [sys.executable, "-m", "bench.demo", "--job", json.dumps({**job, "out": str(out)})]
+    if subprocess.run(command, env=environment(job["stock"]), cwd=ROOT, check=False).returncode != 0:
+        raise click.ClickException(
+            f"{'stock llama.cpp' if job['stock'] else 'the packed model'} did not run; see above"
+        )
+    with np.load(out) as arrays:
+        return json.loads(out.with_suffix(".json").read_text()), dict(arrays)
+
+
+def demo_model() -> Path:
+    path = ROOT / "demo" / "model.gguf"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_suffix(".partial")
+        make_model(partial, "demo", tokenizer=VOCABULARY)
+        partial.rename(path)
+    return path
+
+
+@click.command(help=(__doc__ or "").split("\n", maxsplit=1)[0])
+@click.option("--model", type=click.Path(path_type=Path), help="A mixture-of-experts GGUF of yours.")
+@click.option("--output", type=click.Path(path_type=Path), help="Where to write the pack; default: beside the model.")
+@click.option("--cache", help="Memory for experts, e.g. 20GiB; default: a quarter of all experts.")
+@click.option("--tokens", default=48, show_default=True, help="Tokens to generate.")
+@click.option("--prompt", default="Give an example of a bias that can exist in an AI algorithm.", show_default=True)
+@click.option("--compare/--no-compare", default=True, show_default=True, help="Run stock llama.cpp too.")
+@click.option("--job", hidden=True)
+def main(
+    model: Path | None,
+    output: Path | None,
+    cache: str | None,
+    tokens: int,
+    prompt: str,
+    compare: bool,
+    job: str | None,
+) -> None:
+    try:
+        if job is not None:
+            described = json.loads(job)
+            generate(described, Path(described["out"]))
+            return
+        show(model or demo_model(), output, cache, tokens, prompt, compare)
+    except (ExpertPackError, FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def show(model: Path, output: Path | None, cache: str | None, tokens: int, prompt: str, compare: bool) -> None:
+    print(f"model    {model}")
+    start = time.perf_counter()
+    converted = convert(model, output, progress=for_stderr("convert"))
+    pack = open_pack(converted.path)
+    seconds = time.perf_counter() - start
+    how = "found complete" if converted.reused else f"written in {seconds:.1f} s"
+    experts = sum(layer.n_expert for layer in pack.layers)
+    print(f"pack     {pack.path}: {experts} experts of {len(pack.layers)} layers, {_mib(pack.payload_bytes)}, {how}")
+    start = time.perf_counter()
+    verify(pack.path, deep=True, source=model)
+    print(f"verify   every block is the model's, byte for byte ({time.perf_counter() - start:.1f} s)")
+
+    options = {"expert_pack": str(pack.path), "expert_cache": cache or pack.payload_bytes // 4}
+    common = {"model": str(model), "prompt": prompt, "tokens": tokens}
+    with tempfile.TemporaryDirectory() as scratch:
+        ours, our_arrays = run_side({**common, "stock": False, "options": options}, Path(scratch))
+        stats = ours["stats"]
+        print(f"text     {ours['text']!r}")
+        print(
+            f"cache    {cache or 'a quarter of the experts'}: hit rate {stats['hit_rate']:.1%}, {_mib(stats['read_bytes'])} read, "
+            f"{_mib(stats['read_bytes'] / max(tokens, 1))} per generated token, {stats['evictions']} evictions"
+        )
+        print(f"speed    prefill {ours['prefill_tokens_per_s']:.1f}, decode {ours['decode_tokens_per_s']:.1f} tokens/s")
+        if not compare:
+            return
+        stock, arrays = run_side({**common, "stock": True, "options": {}}, Path(scratch))
+    print(
+        f"stock    prefill {stock['prefill_tokens_per_s']:.1f}, decode {stock['decode_tokens_per_s']:.1f} tokens/s, all in memory"
+    )
+    difference = float(np.abs(arrays["logits"].astype(np.float64) - our_arrays["logits"]).max())
+    same = bool((arrays["tokens"] == our_arrays["tokens"]).all())
+    print(f"compare  tokens {'identical' if same else 'DIFFERENT'}, max |logit difference| {difference:g}")
+    if not same or difference != 0:
+        raise click.ClickException("the packed model does not compute what stock computes")
+
+
+def _mib(n_bytes: float) -> str:
+    return f"{n_bytes / 2**20:.1f} MiB"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Synthetic mixture-of-experts GGUFs: real architectures and block layouts, random weights."""

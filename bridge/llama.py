@@ -1,0 +1,207 @@
+"""``Llama``: llama-cpp-python's class, with the routed experts of the model from a pack."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from bridge import library
+from pypack.counters import ExpertStats
+from pypack.errors import DecodeError, UsageError
+from pypack.pack import Pack, find_pack, open_pack
+from pypack.reader import Verify
+from pypack.stats_file import StatsWriter
+
+llama_cpp = library.load()
+
+from bridge.provider import Provider  # noqa: E402
+
+_KNOWN = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"self", "kwargs"}
+
+
+class _Closed:
+    """Takes the place of the native objects of a closed model."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("this Llama is closed")
+
+
+class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
+    """Drop-in for ``llama_cpp.Llama``; with ``expert_pack`` the routed experts are read from a pack when needed.
+
+    Args:
+        model_path: the GGUF; its first shard if it is split.
+        expert_pack: path of the pack, True for the one beside the model, None for stock behaviour.
+        expert_cache: memory for experts: bytes, "20GiB", "60%" of what is free after the reserve, or "auto" (all
+            experts if they fit in half of that, else that half). Less than one working set is refused.
+        expert_cache_reserve: memory to leave free, in the same units.
+        expert_direct_io: read with O_DIRECT; False reads through the page cache.
+        expert_read_splits: parts that one expert is read in at most, in parallel.
+        expert_stage_slots: experts that are read at the same time at most.
+        expert_verify: check experts' checksums at the "first" read, at "every" read, or "off".
+        expert_policy: which experts leave the cache: "freq-age", "freq-recency" or "lru".
+        expert_stats_path: file that gets the counters as JSON, every expert_stats_interval seconds and at close.
+        **llama_kwargs: as for ``llama_cpp.Llama``; unlike there, unknown ones are refused.
+
+    With a pack, llama.cpp's weight repacking is off (as with --no-repack): results are those of stock without it.
+
+    Raises:
+        ExpertPackError: the pack, the budget, the disk or an option is wrong. DecodeError, a subclass that is also a
+            RuntimeError, when an expert could not be read: the state is as before the call, which may be repeated.
+        TypeError: an unknown keyword.
+        ValueError: the model does not exist or can't be loaded.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        expert_pack: str | os.PathLike[str] | bool | None = None,
+        expert_cache: str | int | float = "auto",
+        expert_cache_reserve: str | int | float = "1GiB",
+        expert_direct_io: bool = True,
+        expert_read_splits: int = 4,
+        expert_stage_slots: int = 12,
+        expert_verify: Verify = "first",
+        expert_policy: str = "freq-age",
+        expert_stats_path: str | os.PathLike[str] | None = None,
+        expert_stats_interval: float = 10.0,
+        **llama_kwargs: Any,
+    ) -> None:
+        unknown = sorted(set(llama_kwargs) - _KNOWN)
+        if unknown:
+            raise TypeError(f"Llama() got unknown keyword arguments: {', '.join(unknown)}")
+        self._expert_args = {k: v for k, v in locals().items() if k.startswith("expert_")}  # for pickling
+        self._provider: Provider | None = None
+        self._stats_writer: StatsWriter | None = None
+        self._must_replay = False
+        model_path = os.fspath(model_path)
+        try:
+            if expert_pack is not None and expert_pack is not False:
+                pack = _open_checked(model_path, expert_pack)
+                self._provider = Provider(
+                    pack,
+                    model_path,
+                    top_k=_top_k(pack, llama_kwargs.get("kv_overrides")),
+                    cache=expert_cache,
+                    reserve=expert_cache_reserve,
+                    direct_io=expert_direct_io,
+                    read_splits=expert_read_splits,
+                    stage_slots=expert_stage_slots,
+                    verify=expert_verify,
+                    policy=expert_policy,
+                )
+            elif expert_stats_path is not None:
+                raise UsageError("expert_stats_path is set, but there is nothing to count without expert_pack")
+            super().__init__(model_path, **llama_kwargs)
+            if self._provider is not None:
+                self._watch_decode(self._provider)
+                if not llama_kwargs.get("vocab_only", False):
+                    self._provider.start()
+                if expert_stats_path is not None:
+                    self._stats_writer = StatsWriter(expert_stats_path, expert_stats_interval, self._provider.stats)
+        except BaseException:
+            self.close()
+            raise
+
+    def expert_stats(self) -> ExpertStats:
+        """What the expert cache has counted since the model was loaded. Raises UsageError without a pack."""
+        if self._provider is None:
+            raise UsageError("this Llama has no expert pack, so there are no expert statistics")
+        return self._provider.stats()
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate tokens after those evaluated before.
+
+        Raises DecodeError if an expert could not be read; the call may be repeated.
+        """
+        if self._must_replay:
+            self._replay()
+        n_before = self.n_tokens
+        try:
+            super().eval(tokens)
+        except DecodeError:
+            self._roll_back(n_before)
+            raise
+
+    def reset(self) -> None:
+        """Forget all evaluated tokens."""
+        self._must_replay = False
+        super().reset()
+
+    def close(self) -> None:
+        """Free the model, then the pack. Further calls do nothing; any other use raises RuntimeError."""
+        if getattr(self, "_stack", None) is not None:
+            super().close()
+            for name in ("_model", "_ctx", "_batch"):
+                if hasattr(self, name):
+                    setattr(self, name, _Closed())
+        if getattr(self, "_stats_writer", None) is not None:
+            self._stats_writer.close()
+        if getattr(self, "_provider", None) is not None:
+            self._provider.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | self._expert_args
+
+    # llama_cpp assigns the parameters once and loads the model with them; this is the only place to change them.
+    @property
+    def model_params(self) -> Any:
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: Any) -> None:
+        if self._provider is not None:
+            params.use_extra_bufts = False  # repacked weights compute in another order
+        self._model_params = params
+
+    def _watch_decode(self, provider: Provider) -> None:
+        """Turn llama_decode's return code into the reason that the provider knows."""
+        decode = self._ctx.decode
+
+        def watched(batch: Any) -> None:
+            n_failures = provider.stats().failures
+            try:
+                decode(batch)
+            except RuntimeError as error:
+                if provider.stats().failures == n_failures:
+                    raise
+                raise DecodeError(provider.take_error()) from error
+
+        self._ctx.decode = watched
+
+    def _roll_back(self, n_before: int) -> None:
+        """Bring back the state of n_before tokens, now or, where the memory can't be cut, at the next eval."""
+        self.n_tokens = n_before
+        memory = llama_cpp.llama_get_memory(self._ctx.ctx)
+        cuts_exactly = not (self._is_recurrent or self._is_hybrid or llama_cpp.llama_model_n_swa(self._model.model) > 0)
+        if not (cuts_exactly and llama_cpp.llama_memory_seq_rm(memory, -1, n_before, -1)):
+            self._must_replay = True
+
+    def _replay(self) -> None:
+        kept = self.input_ids[: self.n_tokens].tolist()
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx.ctx), True)
+        self.n_tokens = 0
+        try:
+            super().eval(kept)
+        except DecodeError:
+            self.n_tokens = len(kept)
+            raise
+        self._must_replay = False
+
+
+def _open_checked(model_path: str, expert_pack: str | os.PathLike[str] | bool) -> Pack:
+    if not os.path.exists(model_path):  # noqa: PTH110
+        raise ValueError(f"Model path does not exist: {model_path}")
+    pack = open_pack(find_pack(model_path) if expert_pack is True else expert_pack)
+    pack.check_source(model_path)
+    return pack
+
+
+def _top_k(pack: Pack, kv_overrides: dict[str, Any] | None) -> int:
+    """Experts that a token uses in a layer; 1 if neither the model nor an override says."""
+    facts = pack.manifest.model
+    override = (kv_overrides or {}).get(f"{facts.architecture}.expert_used_count", facts.expert_used_count)
+    return max(int(override), 1)

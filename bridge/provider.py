@@ -1,0 +1,248 @@
+"""The expert provider: answers native's callbacks with pypack's cache and reader.
+
+native misses --fetch--> cache takes slots --> reader fills them --> commit or fail, from a reader thread
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bridge._provider import ffi, lib
+from pypack.budget import cache_budget, parse_size, plan_pools
+from pypack.cache import ExpertCache
+from pypack.counters import Counters, ExpertStats
+from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError
+from pypack.host_memory import host_memory_free
+from pypack.policy import make_policy
+from pypack.reader import Reader
+
+if TYPE_CHECKING:
+    from pypack.pack import Pack
+    from pypack.reader import Verify
+
+_log = logging.getLogger(__name__)
+
+
+class Provider:
+    """Experts of one model, from one pack. Create it before the model is loaded, close it after the model is freed.
+
+    ``top_k``: experts that a token uses in a layer: the smallest cache. ``cache``: bytes, ``"20GiB"``, ``"60%"``
+    or ``"auto"``, see :func:`pypack.budget.cache_budget`; ``reserve``: memory to leave free.
+    Raises :class:`ExpertPackError`.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        model_path: str | os.PathLike[str],
+        *,
+        top_k: int,
+        cache: str | int | float,
+        reserve: str | int | float,
+        direct_io: bool,
+        read_splits: int,
+        stage_slots: int,
+        verify: Verify,
+        policy: str,
+    ) -> None:
+        self._pack = pack
+        self._top_k = top_k
+        self._budget = cache
+        self._reserve_bytes = parse_size(reserve, host_memory_free())
+        self._slots: list[memoryview] = []  # [n_slots] host memory
+        self._error: ExpertPackError | None = None
+        self.counters = Counters()
+        self.cache = ExpertCache(pack.layers, make_policy(policy), self.counters)
+        self._check_budget()
+        self._reader = Reader(
+            pack,
+            direct_io=direct_io,
+            read_splits=read_splits,
+            stage_slots=stage_slots,
+            verify=verify,
+            counters=self.counters,
+        )
+        self._handle = ffi.new_handle(self)
+        self._store = self._register(os.fspath(model_path))
+        if self._store == ffi.NULL:
+            self._reader.close()
+            raise NativeError(_last_error())
+        _switch_often(True)
+
+    def start(self) -> None:
+        """Open the arenas of the loaded model's devices. Raises :class:`ExpertPackError`."""
+        if lib.expert_store_n_claimed(self._store) == 0:
+            raise NativeError(f"{self._pack.path}: the model uses none of the pack's weights")
+        if not lib.expert_store_start(self._store):
+            raise self._error or NativeError(_last_error())
+
+    def stats(self) -> ExpertStats:
+        """The counters now."""
+        return self.counters.snapshot()
+
+    def take_error(self) -> str:
+        """Why the last decode failed, one sentence."""
+        if self._error is not None:
+            return str(self._error)
+        return _text(lib.expert_store_error(self._store)) if self._store != ffi.NULL else ""
+
+    def close(self) -> None:
+        """Wait for reads, unregister, free the arenas. Further calls do nothing."""
+        if self._store == ffi.NULL:
+            return
+        self._reader.close()
+        self._slots.clear()
+        lib.expert_store_free(self._store)
+        self._store = ffi.NULL
+        _switch_often(False)
+
+    # ---- callbacks: on the thread that computes, in any thread state; see _guarded
+
+    def open_arena(self, device: str, layers: Sequence[int]) -> None:
+        described = [self._pack.layers[index] for index in layers]
+        free_bytes = host_memory_free()
+        plan = plan_pools(
+            described,
+            cache_budget(self._budget, described, free_bytes, self._reserve_bytes),
+            self._top_k,
+            device,
+            free_bytes=free_bytes,
+            reserve_bytes=self._reserve_bytes,
+        )
+        offsets = plan.offsets()
+        host = ffi.new("void **")
+        first_slot = self.cache.n_slots
+        if not lib.expert_store_add_arena(
+            self._store,
+            device.encode(),
+            plan.arena_bytes,
+            first_slot,
+            plan.n_slots,
+            ffi.from_buffer("uint64_t[]", offsets),
+            host,
+        ):
+            raise BudgetError(_last_error())
+        self.cache.add_arena(plan)
+        arena = memoryview(ffi.buffer(host[0], plan.arena_bytes))
+        sizes = [pool.block_bytes for pool in plan.pools for _ in range(pool.n_slots)]
+        self._slots += [arena[o : o + n] for o, n in zip(offsets.tolist(), sizes, strict=True)]
+
+    def fetch(self, layer: int, missing: list[int], active: list[int]) -> list[int]:
+        slots = self.cache.fetch(layer, missing, active)
+        for expert, slot in zip(missing, slots, strict=True):
+            self._read(layer, expert, slot)
+        return slots
+
+    def keep(self, error: ExpertPackError) -> None:
+        """Remember why a callback failed."""
+        self._error = error
+
+    def _read(self, layer: int, expert: int, slot: int) -> None:
+        """Start a read; whatever happens, native hears of it."""
+
+        def done(error: ReadError | None) -> None:
+            if error is None:
+                self.cache.resident(slot)
+                lib.expert_store_commit(self._store, layer, expert, slot)
+            else:
+                self.cache.rollback(slot)
+                lib.expert_store_fail(self._store, layer, expert, str(error).encode())
+
+        try:
+            self._reader.submit(layer, expert, self._slots[slot], done)
+        except Exception as error:
+            done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
+
+    # ---- registration
+
+    def _check_budget(self) -> None:
+        """A budget that can never do is refused before the model is loaded, which takes long."""
+        layers, free_bytes = self._pack.layers, host_memory_free()
+        budget = cache_budget(self._budget, layers, free_bytes, self._reserve_bytes)
+        plan_pools(layers, budget, self._top_k, free_bytes=free_bytes, reserve_bytes=self._reserve_bytes)
+
+    def _register(self, model_path: str) -> Any:
+        layers = ffi.new("expert_layer[]", len(self._pack.layers))
+        for described, layer in zip(layers, self._pack.layers, strict=True):
+            described.n_expert, described.first_key = layer.n_expert, layer.first_key
+            described.block_bytes, described.n_roles = layer.block_bytes, len(layer.roles)
+            for target, role in zip(described.roles, layer.roles, strict=False):
+                target.tensor, target.type = role.tensor.encode(), role.type
+                target.ne[0:3] = list(role.ne)
+                target.bytes, target.offset = role.bytes, role.offset
+        tables = ffi.new("expert_tables *")
+        tables.slot_of = ffi.from_buffer("int32_t[]", self.cache.slot_of)
+        tables.freq = ffi.from_buffer("int64_t[]", self.cache.freq)
+        tables.last_use = ffi.from_buffer("int64_t[]", self.cache.last_use)
+        tables.counters = ffi.from_buffer("int64_t[]", self.counters.array)
+        tables.layer_slots = ffi.from_buffer("int32_t[]", self.cache.layer_slots)
+        callbacks = ffi.new("expert_provider *")
+        callbacks.abi_version, callbacks.struct_size = lib.EXPERT_ABI_VERSION, ffi.sizeof("expert_provider")
+        callbacks.user = self._handle
+        callbacks.open_arena, callbacks.fetch = lib.expert_pack_open_arena, lib.expert_pack_fetch
+        return lib.expert_store_create(model_path.encode(), layers, len(self._pack.layers), tables, callbacks)
+
+
+# ---- what C calls
+
+
+@ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
+def expert_pack_open_arena(user: Any, device: Any, free_bytes: int, layers: Any, n_layers: int) -> int:
+    provider: Provider = ffi.from_handle(user)
+    try:
+        provider.open_arena(_text(device), ffi.unpack(layers, n_layers))
+    except Exception as error:
+        provider.keep(error if isinstance(error, ExpertPackError) else _unexpected(error))
+        return 0
+    return 1
+
+
+@ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
+def expert_pack_fetch(
+    user: Any, layer: int, missing: Any, n_missing: int, active: Any, n_active: int, slots: Any
+) -> int:
+    provider: Provider = ffi.from_handle(user)
+    try:
+        taken = provider.fetch(layer, ffi.unpack(missing, n_missing), ffi.unpack(active, n_active))
+    except Exception as error:
+        provider.keep(error if isinstance(error, ExpertPackError) else _unexpected(error))
+        return 0
+    slots[0:n_missing] = taken
+    return 1
+
+
+def _unexpected(error: Exception) -> NativeError:
+    _log.error("the expert provider failed", exc_info=error)
+    return NativeError(f"the expert provider failed: {type(error).__name__}: {error}")
+
+
+def _text(chars: Any) -> str:
+    return ffi.string(chars).decode(errors="replace")  # type: ignore[no-any-return]
+
+
+def _last_error() -> str:
+    return _text(lib.expert_last_error())
+
+
+# ---- thread switching
+
+_switch_lock = threading.Lock()
+_n_providers = 0
+_usual_interval_s = 0.0
+
+
+def _switch_often(on: bool) -> None:
+    """While a provider runs, threads that compute in Python give way to callbacks after 0.1 ms instead of 5."""
+    global _n_providers, _usual_interval_s
+    with _switch_lock:
+        if on and _n_providers == 0:
+            _usual_interval_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(_usual_interval_s, 1e-4))
+        _n_providers += 1 if on else -1
+        if _n_providers == 0:
+            sys.setswitchinterval(_usual_interval_s)

@@ -1,0 +1,60 @@
+# Our sources inside the patched libraries, the cffi module, and what is installed.
+#
+# Only the files that need our headers get their folders: the others compile exactly as in stock, and a compiler cache
+# serves both builds.
+set(our_folders ${CMAKE_CURRENT_SOURCE_DIR}/include ${CMAKE_CURRENT_SOURCE_DIR}/src)
+
+function(expert_pack_sources target)
+    target_sources(${target} PRIVATE ${ARGN})
+    set_source_files_properties(${ARGN} TARGET_DIRECTORY ${target} PROPERTIES INCLUDE_DIRECTORIES "${our_folders}")
+endfunction()
+
+function(patched_sources target)
+    list(TRANSFORM ARGN PREPEND ${LLAMA_CPP_DIR}/)
+    set_source_files_properties(${ARGN} TARGET_DIRECTORY ${target} PROPERTIES INCLUDE_DIRECTORIES "${our_folders}")
+endfunction()
+
+expert_pack_sources(ggml-base
+    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_store.cpp
+    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_acquire.cpp
+    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_buffer.cpp)
+expert_pack_sources(llama ${CMAKE_CURRENT_SOURCE_DIR}/src/llama_expert.cpp)
+patched_sources(ggml-cpu ggml/src/ggml-cpu/ggml-cpu.c ggml/src/ggml-cpu/ggml-cpu.cpp)
+patched_sources(llama src/llama-model-loader.cpp src/llama-adapter.cpp)
+
+# bridge/_provider: the provider ABI for Python, in API mode from the same header
+set(provider_c ${CMAKE_BINARY_DIR}/_provider.c)
+add_custom_command(
+    OUTPUT ${provider_c}
+    COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/build_provider.py
+            ${CMAKE_CURRENT_SOURCE_DIR}/include/expert_provider.h ${provider_c}
+    DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/include/expert_provider.h ${CMAKE_CURRENT_SOURCE_DIR}/build_provider.py)
+Python_add_library(_provider MODULE WITH_SOABI ${provider_c})
+target_include_directories(_provider PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/include)
+target_link_libraries(_provider PRIVATE ggml-base)
+set_target_properties(_provider PROPERTIES INSTALL_RPATH "$ORIGIN/lib")
+
+set(libraries ggml-base ggml-cpu ggml llama llama-common mtmd llama-server-impl)
+if (EXPERT_PACK_CUDA)
+    list(APPEND libraries ggml-cuda)
+endif()
+add_custom_target(expert_pack_libraries ALL DEPENDS ${libraries})
+
+# what bridge checks before it loads anything
+list(JOIN EXPERT_PACK_CPU_FEATURES "\", \"" features)
+if (EXPERT_PACK_CUDA)
+    set(cuda true)
+else()
+    set(cuda false)
+endif()
+file(WRITE ${CMAKE_BINARY_DIR}/build_info.json
+    "{\"source\": \"${LLAMA_CPP_PIN}\", \"cpu_features\": [\"${features}\"], \"cuda\": ${cuda}}\n")
+
+foreach (library ${libraries})
+    # one file a library: wheels hold no links, and llama-cpp-python opens the plain name
+    set_property(TARGET ${library} PROPERTY VERSION)
+    set_property(TARGET ${library} PROPERTY SOVERSION)
+    install(FILES $<TARGET_FILE:${library}> DESTINATION bridge/lib)
+endforeach()
+install(TARGETS _provider LIBRARY DESTINATION bridge)
+install(FILES ${CMAKE_BINARY_DIR}/build_info.json DESTINATION bridge/lib)

@@ -1,0 +1,123 @@
+// The C ABI between an expert provider (pack files, cache policy: Python) and ggml's MUL_MAT_ID (native).
+// This header is its only definition: C++ compiles it, cffi reads the part between the two "cffi" marks.
+//
+// How the two sides work together:
+//   1. The provider describes the model's expert layers and shares its tables: expert_store_create().
+//   2. llama.cpp loads the model of that file; weights named in a role are claimed, not loaded.
+//   3. Before the first use of a device the store asks open_arena(): the provider decides its size in bytes.
+//   4. A MUL_MAT_ID on a claimed weight looks its experts up in slot_of[]. All there: no callback is made.
+//   5. Else fetch() names the missing experts; the provider picks slots, starts the reads and returns at once.
+//      Each read ends in expert_store_commit() or expert_store_fail(), from any thread.
+//   6. A slot is published in slot_of[] only after its bytes are in place. A failed read fails the decode.
+#ifndef EXPERT_PROVIDER_H
+#define EXPERT_PROVIDER_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// cffi: begin
+#define EXPERT_ABI_VERSION 1
+#define EXPERT_MAX_ROLES 8
+#define EXPERT_NAME_BYTES 128
+
+// Indices into expert_tables.counters.
+enum expert_counter {
+    EXPERT_ACQUIRES = 0,    // expert layers looked up (one per layer and batch)
+    EXPERT_HITS,            // unique (layer, expert) of an acquire that were in a slot
+    EXPERT_MISSES,          // unique (layer, expert) of an acquire that were not
+    EXPERT_EVICTIONS,       // slots taken from an expert that was in it        (written by the provider)
+    EXPERT_LOADS,           // experts brought into a slot and published
+    EXPERT_READ_BYTES,      // bytes read from the pack                         (written by the provider)
+    EXPERT_H2D_BYTES,       // bytes copied to a device; 0 where slots are host memory
+    EXPERT_PROVIDER_CALLS,  // callbacks made: 0 while everything is resident
+    EXPERT_WAIT_NS,         // time that computation waited for experts
+    EXPERT_IO_ERRORS,       // reads that failed or whose checksum was wrong    (written by the provider)
+    EXPERT_IO_RETRIES,      // of these, the ones that were tried again         (written by the provider)
+    EXPERT_FALLBACKS,       // reads that did not use direct I/O                (written by the provider)
+    EXPERT_FAILURES,        // decodes that failed because an expert could not be brought in
+    EXPERT_COUNTERS
+};
+
+// One per-expert weight of a layer. The expert's rows are `bytes` long and start `offset` bytes into its slot.
+typedef struct expert_role {
+    char     tensor[EXPERT_NAME_BYTES]; // name in the GGUF, e.g. blk.3.ffn_up_exps.weight
+    int32_t  type;                      // enum ggml_type
+    int32_t  reserved;
+    int64_t  ne[3];                     // shape: columns, rows, experts
+    uint64_t bytes;                     // of one expert
+    uint64_t offset;                    // in the block, and so in a slot
+} expert_role;
+
+// The experts that one router picks from. Keys first_key .. first_key + n_expert - 1 are theirs in the tables.
+typedef struct expert_layer {
+    int32_t     n_expert;
+    int32_t     n_roles;
+    int32_t     first_key;
+    int32_t     reserved;
+    uint64_t    block_bytes;            // of one expert, all roles and padding: what a slot must hold
+    expert_role roles[EXPERT_MAX_ROLES];
+} expert_layer;
+
+// Shared memory, owned by the provider, alive until expert_store_free().
+typedef struct expert_tables {
+    int32_t * slot_of;                  // [n_keys] slot that holds the expert, -1: none. Native sets, both clear
+    int64_t * freq;                     // [n_keys] acquires that asked for it. Native writes
+    int64_t * last_use;                 // [n_keys] number of the last acquire that asked for it. Native writes
+    int64_t * counters;                 // [EXPERT_COUNTERS]
+    int32_t * layer_slots;              // [n_layers] slots that the layer may use. Provider writes in open_arena
+} expert_tables;
+
+typedef struct expert_store expert_store;
+
+// Every callback returns 1 on success, 0 on failure.
+typedef struct expert_provider {
+    uint32_t abi_version;               // EXPERT_ABI_VERSION
+    uint32_t struct_size;               // sizeof(expert_provider)
+    void *   user;
+    // A device is about to compute layers[0..n_layers): call expert_store_add_arena() for it before returning.
+    // device: its ggml name ("CPU", "CUDA0"); free_bytes: memory it has left now, 0 if unknown.
+    int (*open_arena)(void * user, const char * device, uint64_t free_bytes, const int32_t * layers, int32_t n_layers);
+    // Choose slots for missing[] without touching those of active[] (which includes missing[]), clear slot_of of
+    // what they held, start the reads, write the slots to slots[n_missing] and return. n_missing never exceeds
+    // what fits beside the rest of active[].
+    int (*fetch)(void * user, int32_t layer, const int32_t * missing, int32_t n_missing,
+                 const int32_t * active, int32_t n_active, int32_t * slots);
+} expert_provider;
+
+// Registers a provider for the model whose first GGUF file is model_path (compared by device and inode).
+// NULL on failure, with the reason in expert_last_error(). Copies layers; keeps the tables' pointers.
+expert_store * expert_store_create(const char * model_path, const expert_layer * layers, int32_t n_layers,
+                                   const expert_tables * tables, const expert_provider * provider);
+// Unregisters it. Call after the models that use it are freed and no read is under way.
+void expert_store_free(expert_store * store);
+
+// Gives `device` n_slots slots; slot first_slot + i lies offsets[i] bytes into the arena of n_bytes.
+// It starts zeroed; in host memory it is page-aligned and *host gets its address, else *host is NULL.
+// 1 on success; else 0 and expert_last_error().
+int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes,
+                           int32_t first_slot, int32_t n_slots, const uint64_t * offsets, void ** host);
+// Opens the arenas of every device that has claimed weights, so that a wrong budget is known before the first
+// decode. 1 on success, else 0 and expert_last_error(). Done on first use otherwise.
+int expert_store_start(expert_store * store);
+// How many of the described weights the loaded model took from this store.
+int32_t expert_store_n_claimed(const expert_store * store);
+
+// A read has ended: the slot holds the expert's bytes, or it could not be filled (why: one sentence, copied).
+// The provider's own books must be right before the call: it may wake a computation that fetches at once.
+void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot);
+void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, const char * why);
+
+// Why the last call of this thread failed; why the last failed decode of this store failed. One sentence or "".
+const char * expert_last_error(void);
+const char * expert_store_error(const expert_store * store);
+int32_t expert_abi_version(void);
+// cffi: end
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,176 @@
+// One MUL_MAT_ID of a store in host memory: look up, fetch what is missing, hand out what is there.
+//
+//   begin:  wait for the store; count the acquire if this is the layer's first role of the batch; next()
+//   next:   ask the provider for as many missing experts as fit beside those that are still needed,
+//           then hand out the resident ones; if there are none, wait until a read ends
+//   end:    the last thread gives the store back
+//
+// Reads go on while the threads compute what is already there.
+#include "expert_store.h"
+
+#include <chrono>
+
+static void count_acquire(expert_store * store, const expert_layer & layer, const std::vector<int32_t> & active) {
+    const expert_tables & tables = store->tables;
+    const int64_t now = ++store->now;
+    int64_t n_hits = 0;
+    for (int32_t expert : active) {
+        const int32_t key = layer.first_key + expert;
+        tables.freq[key]++;
+        tables.last_use[key] = now;
+        n_hits += tables.slot_of[key] >= 0;
+    }
+    tables.counters[EXPERT_ACQUIRES]++;
+    tables.counters[EXPERT_HITS]   += n_hits;
+    tables.counters[EXPERT_MISSES] += (int64_t) active.size() - n_hits;
+}
+
+// Starts reads. Called without the lock: reads may end before the provider returns.
+static bool fetch(expert_store * store, std::unique_lock<std::mutex> & lock) {
+    expert_op & op = store->op;
+    const int32_t * slot_of = store->slot_of(op.layer);
+    std::vector<int32_t> missing;
+    std::vector<int32_t> active; // what must not be evicted, then what is to be read
+    for (int32_t expert : op.todo) {
+        (slot_of[expert] >= 0 || op.in_flight[expert] ? active : missing).push_back(expert);
+    }
+    const int32_t n_free = store->tables.layer_slots[op.layer] - (int32_t) active.size();
+    if (missing.empty() || n_free <= 0) {
+        return true;
+    }
+    if ((size_t) n_free < missing.size()) {
+        missing.resize(n_free);
+    }
+    for (int32_t expert : missing) {
+        op.in_flight[expert] = 1;
+        active.push_back(expert);
+    }
+    op.n_in_flight += (int32_t) missing.size();
+    std::vector<int32_t> slots(missing.size(), -1);
+    store->tables.counters[EXPERT_PROVIDER_CALLS]++;
+    lock.unlock();
+    const bool ok = store->provider.fetch(store->provider.user, op.layer, missing.data(), (int32_t) missing.size(),
+            active.data(), (int32_t) active.size(), slots.data()) != 0;
+    lock.lock();
+    if (!ok) { // nothing was started
+        for (int32_t expert : missing) {
+            op.in_flight[expert] = 0;
+        }
+        op.n_in_flight -= (int32_t) missing.size();
+        store->error = "the expert provider failed to start a read; its own message is in the log";
+    }
+    return ok;
+}
+
+static void wait_for_reads(expert_store * store, std::unique_lock<std::mutex> & lock, bool all) {
+    const auto start = std::chrono::steady_clock::now();
+    const int32_t n = store->op.n_in_flight;
+    store->changed.wait(lock, [&] { return store->op.n_in_flight == 0 || (!all && store->op.n_in_flight < n); });
+    store->tables.counters[EXPERT_WAIT_NS] +=
+        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Moves the resident experts of todo into this pass.
+static bool hand_out(expert_store * store) {
+    expert_op & op = store->op;
+    const int32_t * slot_of = store->slot_of(op.layer);
+    size_t n_left = 0;
+    for (int32_t expert : op.todo) {
+        if (slot_of[expert] >= 0) {
+            op.data[expert] = store->slot_data[slot_of[expert]] + op.role_offset;
+        } else {
+            op.todo[n_left++] = expert;
+        }
+    }
+    const bool any = n_left < op.todo.size();
+    op.todo.resize(n_left);
+    return any;
+}
+
+static void fail_op(expert_store * store, std::unique_lock<std::mutex> & lock) {
+    wait_for_reads(store, lock, true); // nobody may write into a slot once the store is given back
+    store->op.failed = true;
+    store->op.todo.clear();
+    store->tables.counters[EXPERT_FAILURES]++;
+}
+
+static void next_pass(expert_store * store, std::unique_lock<std::mutex> & lock) {
+    expert_op & op = store->op;
+    op.data.assign(store->layers[op.layer].n_expert, nullptr);
+    while (!op.todo.empty()) {
+        if (op.failed || !fetch(store, lock)) {
+            fail_op(store, lock);
+            return;
+        }
+        if (hand_out(store)) {
+            return;
+        }
+        wait_for_reads(store, lock, false);
+    }
+}
+
+void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads, const int32_t * bad_id) {
+    expert_store * store = ref->store;
+    const expert_layer & layer = store->layers[ref->layer];
+    expert_op & op = store->op;
+
+    std::unique_lock<std::mutex> lock(store->mutex);
+    store->changed.wait(lock, [&] { return !store->busy; });
+    store->busy = true;
+    op.layer       = ref->layer;
+    op.role_offset = layer.roles[ref->role].offset;
+    op.failed      = false;
+    op.n_running   = n_threads;
+    op.todo.clear();
+    op.in_flight.assign(layer.n_expert, 0);
+    op.data.assign(layer.n_expert, nullptr);
+    if (bad_id) {
+        store->error = "the router of " + std::string(layer.roles[ref->role].tensor) + " chose expert " +
+            std::to_string(*bad_id) + " of " + std::to_string(layer.n_expert);
+        fail_op(store, lock);
+        return;
+    }
+    for (int32_t expert = 0; expert < layer.n_expert; expert++) {
+        if (rows[expert] > 0) {
+            op.todo.push_back(expert);
+        }
+    }
+    lock.unlock();
+    const bool open = expert_store_open_arena(store, store->layer_dev[ref->layer]);
+    lock.lock();
+    if (!open || store->tables.layer_slots[ref->layer] <= 0) {
+        store->error = open ? "the expert cache has no slots for this layer" : expert_last_error();
+        fail_op(store, lock);
+        return;
+    }
+    // the layer's weights are computed one after another with the same experts: one acquire, counted at the first
+    uint32_t & seen = store->roles_seen[ref->layer];
+    const uint32_t bit = 1u << ref->role;
+    if (seen & bit) {
+        seen = 0;
+    }
+    if (seen == 0) {
+        count_acquire(store, layer, op.todo);
+    }
+    seen |= bit;
+    next_pass(store, lock);
+}
+
+const char * const * expert_op_data(const expert_ref * ref) { return ref->store->op.data.data(); }
+bool expert_op_more(const expert_ref * ref) { return !ref->store->op.todo.empty(); }
+
+void expert_op_next(const expert_ref * ref) {
+    std::unique_lock<std::mutex> lock(ref->store->mutex);
+    next_pass(ref->store, lock);
+}
+
+bool expert_op_end(const expert_ref * ref) {
+    expert_store * store = ref->store;
+    const bool ok = !store->op.failed;
+    if (--store->op.n_running == 0) {
+        std::lock_guard<std::mutex> lock(store->mutex);
+        store->busy = false;
+        store->changed.notify_all();
+    }
+    return ok;
+}

@@ -1,0 +1,191 @@
+// The buffer type of claimed weights. It holds no bytes: the weights' data live in slots.
+//
+// Any access that does not go through MUL_MAT_ID or ggml_backend_tensor_get() faults instead of computing with
+// garbage: tensors point into reserved, inaccessible address space.
+#include "expert_store.h"
+
+#include "ggml-impl.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+
+// What a tensor takes in the buffer. Small: memory estimates must not count experts that are not loaded.
+static const size_t TENSOR_BYTES = 256;
+
+struct expert_buft_context {
+    expert_store * store;
+    std::string    name;
+};
+
+struct expert_buffer_context {
+    expert_store * store;
+    void *         base     = nullptr;
+    size_t         reserved = 0;
+};
+
+static expert_store * store_of(ggml_backend_buffer_t buffer) {
+    return ((expert_buffer_context *) buffer->context)->store;
+}
+
+static void buffer_free(ggml_backend_buffer_t buffer) {
+    auto * context = (expert_buffer_context *) buffer->context;
+    if (context->base) {
+        munmap(context->base, context->reserved);
+    }
+    expert_store_unref(context->store);
+    delete context;
+}
+
+static void * buffer_get_base(ggml_backend_buffer_t buffer) {
+    return ((expert_buffer_context *) buffer->context)->base;
+}
+
+static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
+    const auto & refs = store_of(buffer)->refs;
+    const auto it = refs.find(ggml_get_name(tensor));
+    if (it == refs.end()) {
+        GGML_LOG_ERROR("%s: tensor %s is not a routed expert weight and can't be kept with them\n", __func__, ggml_get_name(tensor));
+        return GGML_STATUS_FAILED;
+    }
+    tensor->extra = const_cast<expert_ref *>(&it->second);
+    return GGML_STATUS_SUCCESS;
+}
+
+static void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *, size_t, size_t) {
+    GGML_LOG_ERROR("%s: %s comes from an expert pack and is read-only: the write is ignored\n", __func__, ggml_get_name(tensor));
+}
+
+// Saving, quantizing and debugging read weights this way: expert by expert through the cache.
+static void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+    const expert_ref * ref = expert_ref_of(tensor);
+    const size_t bytes = ref->store->layers[ref->layer].roles[ref->role].bytes;
+    std::vector<int64_t> rows(tensor->ne[2], 0);
+    while (size > 0) {
+        const size_t expert = offset / bytes;
+        const size_t start  = offset % bytes;
+        const size_t n      = std::min(size, bytes - start);
+        rows.assign(rows.size(), 0);
+        rows[expert] = 1;
+        expert_op_begin(ref, rows.data(), 1, nullptr);
+        const char * source = expert_op_data(ref)[expert];
+        if (source) {
+            memcpy(data, source + start, n);
+        } else {
+            memset(data, 0, n);
+        }
+        if (!expert_op_end(ref)) {
+            GGML_LOG_ERROR("%s: expert %zu of %s can't be read: %s\n", __func__, expert, ggml_get_name(tensor),
+                    expert_store_error(ref->store));
+        }
+        data = (char *) data + n;
+        offset += n;
+        size   -= n;
+    }
+}
+
+static void buffer_clear(ggml_backend_buffer_t, uint8_t) {}
+
+static const ggml_backend_buffer_i buffer_interface = {
+    /* .free_buffer   = */ buffer_free,
+    /* .get_base      = */ buffer_get_base,
+    /* .init_tensor   = */ buffer_init_tensor,
+    /* .memset_tensor = */ nullptr,
+    /* .set_tensor    = */ buffer_set_tensor,
+    /* .get_tensor    = */ buffer_get_tensor,
+    /* .set_tensor_2d = */ nullptr,
+    /* .get_tensor_2d = */ nullptr,
+    /* .cpy_tensor    = */ nullptr,
+    /* .clear         = */ buffer_clear,
+    /* .reset         = */ nullptr,
+};
+
+static const char * buft_get_name(ggml_backend_buffer_type_t buft) {
+    return ((expert_buft_context *) buft->context)->name.c_str();
+}
+
+static ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    auto context = std::make_unique<expert_buffer_context>();
+    context->store = ((expert_buft_context *) buft->context)->store;
+    if (size > 0) {
+        size_t tensor_bytes_max = 0; // so that no tensor reaches past the reserved space
+        for (const expert_layer & layer : context->store->layers) {
+            for (int32_t r = 0; r < layer.n_roles; r++) {
+                tensor_bytes_max = std::max<size_t>(tensor_bytes_max, layer.roles[r].bytes * layer.n_expert);
+            }
+        }
+        context->reserved = size + tensor_bytes_max;
+        context->base = mmap(nullptr, context->reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (context->base == MAP_FAILED) {
+            GGML_LOG_ERROR("%s: no address space for %zu bytes\n", __func__, context->reserved);
+            return nullptr;
+        }
+    }
+    expert_store_ref(context->store);
+    return ggml_backend_buffer_init(buft, buffer_interface, context.release(), size);
+}
+
+static size_t buft_get_alignment(ggml_backend_buffer_type_t) { return TENSOR_BYTES; }
+static size_t buft_get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor *) { return TENSOR_BYTES; }
+
+bool expert_buft_is(ggml_backend_buffer_type_t buft) { return buft && buft->iface.get_name == buft_get_name; }
+
+const expert_ref * expert_ref_of(const ggml_tensor * tensor) {
+    return tensor->buffer && tensor->buffer->iface.get_base == buffer_get_base ? (const expert_ref *) tensor->extra : nullptr;
+}
+
+static ggml_backend_buffer_type_t buft_for(expert_store * store, ggml_backend_dev_t dev) {
+    for (const auto & buft : store->bufts) {
+        if (buft->device == dev) {
+            return buft.get();
+        }
+    }
+    static const ggml_backend_buffer_type_i buft_interface = {
+        /* .get_name       = */ buft_get_name,
+        /* .alloc_buffer   = */ buft_alloc_buffer,
+        /* .get_alignment  = */ buft_get_alignment,
+        /* .get_max_size   = */ nullptr,
+        /* .get_alloc_size = */ buft_get_alloc_size,
+        /* .is_host        = */ nullptr, // no: nobody may use the data pointer
+    };
+    auto * context = new expert_buft_context{store, std::string("ExpertPack_") + ggml_backend_dev_name(dev)};
+    store->bufts.emplace_back(new ggml_backend_buffer_type{buft_interface, dev, context});
+    return store->bufts.back().get();
+}
+
+ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_backend_dev_t dev, const char ** error) {
+    *error = nullptr;
+    expert_store * store = expert_store_find(fd);
+    if (!store) {
+        return nullptr;
+    }
+    const auto it = store->refs.find(ggml_get_name(meta));
+    if (it == store->refs.end()) {
+        return nullptr;
+    }
+    const expert_ref  & ref  = it->second;
+    const expert_role & role = store->layers[ref.layer].roles[ref.role];
+    if (meta->type != role.type || meta->ne[0] != role.ne[0] || meta->ne[1] != role.ne[1] || meta->ne[2] != role.ne[2]) {
+        expert_set_last_error("%s is %s [%lld, %lld, %lld] in the model but %s [%lld, %lld, %lld] in the expert pack: "
+                "make the pack again from this model", ggml_get_name(meta), ggml_type_name(meta->type),
+                (long long) meta->ne[0], (long long) meta->ne[1], (long long) meta->ne[2], ggml_type_name((ggml_type) role.type),
+                (long long) role.ne[0], (long long) role.ne[1], (long long) role.ne[2]);
+        *error = expert_last_error();
+        return nullptr;
+    }
+    if (ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+        expert_set_last_error("the experts of %s would be computed on %s, which this build does not support: load the model "
+                "with n_gpu_layers=0", ggml_get_name(meta), ggml_backend_dev_name(dev));
+        *error = expert_last_error();
+        return nullptr;
+    }
+    store->layer_dev[ref.layer] = dev;
+    store->n_claimed++;
+    return buft_for(store, dev);
+}
+
+bool expert_is_described(int fd, const char * tensor) {
+    const expert_store * store = expert_store_find(fd);
+    return store && store->refs.count(tensor) > 0;
+}

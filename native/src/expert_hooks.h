@@ -1,0 +1,49 @@
+// What the patched parts of ggml and llama.cpp call. C, because ggml-cpu.c is.
+#pragma once
+
+#include "ggml-backend.h"
+#include "ggml.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// A weight whose experts come from a store: which store, layer and role.
+typedef struct expert_ref expert_ref;
+
+// NULL for every tensor that is not such a weight. Cheap: stock runs pass through here.
+const expert_ref * expert_ref_of(const struct ggml_tensor * tensor);
+
+bool expert_buft_is(ggml_backend_buffer_type_t buft);
+
+// ---- loader
+
+// The buffer type for a weight of the model in file descriptor fd that is computed on dev, NULL if no store wants
+// it. *error gets a sentence when a store wants it and can't have it (another type or shape: not this pack's model).
+ggml_backend_buffer_type_t expert_claim(int fd, const struct ggml_tensor * meta, ggml_backend_dev_t dev, const char ** error);
+
+// Whether a store of this model provides the tensor.
+bool expert_is_described(int fd, const char * tensor);
+
+// ---- MUL_MAT_ID in host memory
+//
+//   thread 0:     expert_op_begin(ref, rows per expert, threads, an id out of range or NULL)
+//   all threads:  barrier, then passes: compute the experts whose expert_op_data() is not NULL,
+//                 while expert_op_more(): barrier, thread 0 calls expert_op_next(), barrier
+//   all threads:  expert_op_end()
+//
+// Several passes when experts are still on their way or do not fit all at once. Each expert is in exactly one pass.
+// On failure no further expert has data and expert_op_end() returns false.
+
+void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads, const int32_t * bad_id);
+const char * const * expert_op_data(const expert_ref * ref);
+bool expert_op_more(const expert_ref * ref);
+void expert_op_next(const expert_ref * ref);
+bool expert_op_end(const expert_ref * ref);
+
+#ifdef __cplusplus
+}
+#endif

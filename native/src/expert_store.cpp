@@ -1,0 +1,235 @@
+// Registration, arenas and the end of reads: the provider's side of the ABI.
+#include "expert_store.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+
+static thread_local std::string last_error;
+
+static std::mutex                  registry_mutex;
+static std::vector<expert_store *> registry;
+
+void expert_set_last_error(const char * format, ...) {
+    char text[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof(text), format, args);
+    va_end(args);
+    last_error = text;
+}
+
+const char * expert_last_error(void) { return last_error.c_str(); }
+int32_t expert_abi_version(void) { return EXPERT_ABI_VERSION; }
+
+expert_arena::~expert_arena() {
+    if (base) {
+        munmap(base, size);
+    }
+}
+
+// ---- registration
+
+static bool layer_is_valid(const expert_layer & layer, int32_t index) {
+    if (layer.n_expert <= 0 || layer.first_key < 0 || layer.n_roles <= 0 || layer.n_roles > EXPERT_MAX_ROLES) {
+        expert_set_last_error("expert layer %d is described wrongly: %d experts, %d roles, first key %d",
+                index, layer.n_expert, layer.n_roles, layer.first_key);
+        return false;
+    }
+    for (int32_t r = 0; r < layer.n_roles; r++) {
+        const expert_role & role = layer.roles[r];
+        if (memchr(role.tensor, 0, sizeof(role.tensor)) == nullptr || role.type < 0 || role.type >= GGML_TYPE_COUNT ||
+                role.ne[0] <= 0 || role.ne[1] <= 0 || role.ne[2] != layer.n_expert ||
+                role.bytes != ggml_row_size((ggml_type) role.type, role.ne[0]) * role.ne[1] ||
+                role.bytes > layer.block_bytes || role.offset > layer.block_bytes - role.bytes) {
+            expert_set_last_error("role %d of expert layer %d is described wrongly: %.*s, type %d, %lld x %lld x %lld, "
+                    "%llu bytes at %llu of %llu", r, index, (int) sizeof(role.tensor), role.tensor, role.type,
+                    (long long) role.ne[0], (long long) role.ne[1], (long long) role.ne[2], (unsigned long long) role.bytes,
+                    (unsigned long long) role.offset, (unsigned long long) layer.block_bytes);
+            return false;
+        }
+    }
+    return true;
+}
+
+expert_store * expert_store_create(const char * model_path, const expert_layer * layers, int32_t n_layers,
+                                   const expert_tables * tables, const expert_provider * provider) {
+    if (provider->abi_version != EXPERT_ABI_VERSION || provider->struct_size != sizeof(expert_provider)) {
+        expert_set_last_error("the expert provider speaks ABI %u (%u bytes), the library ABI %d (%zu bytes): rebuild both "
+                "from one version", provider->abi_version, provider->struct_size, EXPERT_ABI_VERSION, sizeof(expert_provider));
+        return nullptr;
+    }
+    struct stat st;
+    if (stat(model_path, &st) != 0) {
+        expert_set_last_error("%s: can't be opened: %s", model_path, strerror(errno));
+        return nullptr;
+    }
+
+    auto store = std::make_unique<expert_store>();
+    store->file_dev = st.st_dev;
+    store->file_ino = st.st_ino;
+    store->layers.assign(layers, layers + n_layers);
+    store->tables   = *tables;
+    store->provider = *provider;
+    store->layer_dev.assign(n_layers, nullptr);
+    store->roles_seen.assign(n_layers, 0);
+    for (int32_t l = 0; l < n_layers; l++) {
+        if (!layer_is_valid(layers[l], l)) {
+            return nullptr;
+        }
+        for (int32_t r = 0; r < layers[l].n_roles; r++) {
+            if (!store->refs.emplace(layers[l].roles[r].tensor, expert_ref{store.get(), l, r}).second) {
+                expert_set_last_error("%s is described twice", layers[l].roles[r].tensor);
+                return nullptr;
+            }
+        }
+    }
+
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    for (const expert_store * other : registry) {
+        if (other->file_dev == st.st_dev && other->file_ino == st.st_ino) {
+            expert_set_last_error("%s: is already open with an expert pack in this process: close that one first", model_path);
+            return nullptr;
+        }
+    }
+    registry.push_back(store.get());
+    return store.release();
+}
+
+expert_store * expert_store_find(int fd) {
+    struct stat st;
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    if (registry.empty() || fstat(fd, &st) != 0) {
+        return nullptr;
+    }
+    for (expert_store * store : registry) {
+        if (store->file_dev == st.st_dev && store->file_ino == st.st_ino) {
+            return store;
+        }
+    }
+    return nullptr;
+}
+
+void expert_store_ref(expert_store * store) { store->n_refs++; }
+
+void expert_store_unref(expert_store * store) {
+    if (--store->n_refs == 0) {
+        delete store;
+    }
+}
+
+void expert_store_free(expert_store * store) {
+    if (!store) {
+        return;
+    }
+    {
+        std::lock_guard<std::mutex> lock(registry_mutex);
+        for (size_t i = 0; i < registry.size(); i++) {
+            if (registry[i] == store) {
+                registry.erase(registry.begin() + i);
+                break;
+            }
+        }
+    }
+    expert_store_unref(store);
+}
+
+int32_t expert_store_n_claimed(const expert_store * store) { return store->n_claimed; }
+const char * expert_store_error(const expert_store * store) { return store->error.c_str(); }
+
+// ---- arenas
+
+int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes,
+                           int32_t first_slot, int32_t n_slots, const uint64_t * offsets, void ** host) {
+    *host = nullptr;
+    if (strcmp(device, "CPU") != 0) {
+        expert_set_last_error("experts on device %s are not supported by this build: load the model with n_gpu_layers=0", device);
+        return 0;
+    }
+    auto arena = std::make_unique<expert_arena>();
+    void * base = mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) {
+        expert_set_last_error("the expert cache of %llu bytes can't be allocated in memory: %s; lower expert_cache",
+                (unsigned long long) n_bytes, strerror(errno));
+        return 0;
+    }
+    madvise(base, n_bytes, MADV_HUGEPAGE); // fewer pages to pin for each direct read; not available everywhere
+    arena->device = device;
+    arena->base   = (char *) base;
+    arena->size   = n_bytes;
+
+    std::lock_guard<std::mutex> lock(store->mutex);
+    if (first_slot < 0 || n_slots <= 0 || (size_t) first_slot != store->slot_data.size()) {
+        expert_set_last_error("slots of device %s must follow the %zu before: %d slots from %d", device,
+                store->slot_data.size(), n_slots, first_slot);
+        return 0;
+    }
+    for (int32_t i = 0; i < n_slots; i++) {
+        store->slot_data.push_back(arena->base + offsets[i]);
+    }
+    store->arenas.push_back(std::move(arena));
+    *host = base;
+    return 1;
+}
+
+bool expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev) {
+    const char * device = ggml_backend_dev_name(dev);
+    {
+        std::lock_guard<std::mutex> lock(store->mutex);
+        for (const auto & arena : store->arenas) {
+            if (arena->device == device) {
+                return true;
+            }
+        }
+    }
+    std::vector<int32_t> layers;
+    for (size_t l = 0; l < store->layers.size(); l++) {
+        if (store->layer_dev[l] == dev) {
+            layers.push_back((int32_t) l);
+        }
+    }
+    size_t free = 0;
+    size_t total = 0;
+    ggml_backend_dev_memory(dev, &free, &total);
+    store->tables.counters[EXPERT_PROVIDER_CALLS]++;
+    expert_set_last_error("the provider could not open the expert cache on %s", device);
+    return store->provider.open_arena(store->provider.user, device, free, layers.data(), (int32_t) layers.size()) != 0;
+}
+
+int expert_store_start(expert_store * store) {
+    for (ggml_backend_dev_t dev : store->layer_dev) {
+        if (dev && !expert_store_open_arena(store, dev)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+// ---- ends of reads
+
+static void read_ended(expert_store * store, int32_t expert) {
+    if (store->op.in_flight[expert]) {
+        store->op.in_flight[expert] = 0;
+        store->op.n_in_flight--;
+    }
+    store->changed.notify_all();
+}
+
+void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot) {
+    std::lock_guard<std::mutex> lock(store->mutex);
+    store->tables.slot_of[store->layers[layer].first_key + expert] = slot;
+    store->tables.counters[EXPERT_LOADS]++;
+    read_ended(store, expert);
+}
+
+void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, const char * why) {
+    std::lock_guard<std::mutex> lock(store->mutex);
+    store->op.failed = true;
+    store->error = why;
+    GGML_UNUSED(layer);
+    read_ended(store, expert);
+}

@@ -1,0 +1,82 @@
+// The store: what native knows of one model's experts. Internal to native/src.
+#pragma once
+
+#include "expert_hooks.h"
+#include "expert_provider.h"
+
+#include "ggml-backend-impl.h"
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+struct expert_ref {
+    expert_store * store;
+    int32_t        layer;
+    int32_t        role;
+};
+
+// Memory of one device that slots lie in.
+struct expert_arena {
+    std::string device;
+    char *      base = nullptr;
+    uint64_t    size = 0;
+
+    expert_arena() = default;
+    expert_arena(const expert_arena &) = delete;
+    expert_arena & operator=(const expert_arena &) = delete;
+    ~expert_arena();
+};
+
+// One MUL_MAT_ID in progress. A store runs one at a time: contexts of the same model take turns.
+struct expert_op {
+    int32_t                   layer = 0;
+    uint64_t                  role_offset = 0;
+    std::vector<int32_t>      todo;       // experts not yet handed to the threads
+    std::vector<char>         in_flight;  // [n_expert] a read of it is under way
+    int32_t                   n_in_flight = 0;
+    std::vector<const char *> data;       // [n_expert] experts of this pass
+    bool                      failed = false;
+    std::atomic<int>          n_running{0};
+};
+
+struct expert_store {
+    dev_t file_dev = 0;
+    ino_t file_ino = 0;
+
+    std::vector<expert_layer> layers;
+    expert_tables             tables   = {};
+    expert_provider           provider = {};
+
+    std::unordered_map<std::string, expert_ref>    refs;      // by tensor name
+    std::vector<ggml_backend_dev_t>                layer_dev; // [layer] device that computes it, NULL: not claimed
+    std::atomic<int32_t>                           n_claimed{0};
+    std::vector<std::unique_ptr<ggml_backend_buffer_type>> bufts;   // one a device
+
+    std::mutex              mutex;        // guards what follows
+    std::condition_variable changed;
+    std::vector<std::unique_ptr<expert_arena>> arenas;
+    std::vector<char *>     slot_data;    // [slot] address in its arena
+    bool                    busy = false; // an op holds the store
+    expert_op               op;
+    std::vector<uint32_t>   roles_seen;   // [layer] roles computed since the layer was last acquired
+    int64_t                 now = 0;      // number of the last acquire
+    std::string             error;        // why the last failed decode failed
+
+    const int32_t * slot_of(int32_t layer) const { return tables.slot_of + layers[layer].first_key; }
+    std::atomic<int> n_refs{1};           // buffers and the registration keep the store alive
+};
+
+void expert_set_last_error(const char * format, ...) __attribute__((format(printf, 1, 2)));
+void expert_store_ref(expert_store * store);
+void expert_store_unref(expert_store * store);
+// Finds the store registered for the open file, NULL if none. The caller's reference.
+expert_store * expert_store_find(int fd);
+// Makes sure that the arena of the layer's device is there. Takes no lock while the provider is called.
+bool expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev);

@@ -1,0 +1,188 @@
+"""How many bytes the cache may take, and how they are divided into slots.
+
+A *pool* is the slots of one size in one device's arena: layers whose blocks have the same size share it.
+All pools of a device lie one after the other in its arena.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypack.errors import BudgetError, UsageError
+from pypack.layout import Layer, payload_bytes
+
+__all__ = ["Pool", "PoolPlan", "cache_budget", "parse_size", "plan_pools"]
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 1 << 10, "kib": 1 << 10, "kb": 10**3,
+    "m": 1 << 20, "mib": 1 << 20, "mb": 10**6,
+    "g": 1 << 30, "gib": 1 << 30, "gb": 10**9,
+    "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)\s*", re.ASCII | re.IGNORECASE)
+
+
+def parse_size(size: str | int | float, total_bytes: int) -> int:
+    """Bytes meant by ``"20GiB"``, ``"1.5G"`` (= GiB), ``"20GB"`` (10^9), ``"60%"`` of the total, or a number.
+
+    A number, with or without quotes, is a whole number of bytes. Raises :class:`UsageError`.
+    """
+    wrong = UsageError(f'{size!r} is not a size: give it as "20GiB", "512MiB", "60%" or a whole number of bytes')
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None:
+            raise wrong
+        number, unit = float(match[1]), match[2].lower()
+        if unit == "%":
+            if number > 100:
+                raise UsageError(f"{size!r} is more than 100%")
+            return int(total_bytes * number / 100)
+        if unit not in _UNITS:
+            raise wrong
+        # through int where possible: a float cannot hold every byte count
+        n_bytes = int(match[1]) * _UNITS[unit] if match[1].isdecimal() else number * _UNITS[unit]
+    elif isinstance(size, bool) or not isinstance(size, int | float):
+        raise wrong
+    else:
+        n_bytes = size
+    if not math.isfinite(n_bytes) or (n_bytes != int(n_bytes) and not isinstance(size, str)):
+        raise wrong
+    if not 0 <= n_bytes < 1 << 63:
+        raise UsageError(f"{size!r} is out of range: a size is between 0 and 8 EiB")
+    return int(n_bytes)
+
+
+def cache_budget(requested: str | int | float, layers: Sequence[Layer], free_bytes: int, reserve_bytes: int) -> int:
+    """Bytes asked for by ``requested``: a size, a % of what is free after the reserve, or ``"auto"``.
+
+    The rule of ``"auto"``: all experts if they fit in half of what is free after the reserve, else that half.
+    """
+    usable = max(0, free_bytes - reserve_bytes)
+    if isinstance(requested, str) and requested.strip().lower() == "auto":
+        return min(payload_bytes(layers), usable // 2)
+    return parse_size(requested, usable)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Slots ``first_slot .. first_slot + n_slots - 1``, in a row from byte ``offset`` of the arena."""
+
+    block_bytes: int
+    layers: tuple[int, ...]
+    n_experts: int
+    first_slot: int
+    n_slots: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """The pools of one device. Slots count from 0 here; :class:`pypack.cache.ExpertCache` moves them."""
+
+    device: str
+    pools: tuple[Pool, ...]
+
+    @property
+    def n_slots(self) -> int:
+        return sum(pool.n_slots for pool in self.pools)
+
+    @property
+    def arena_bytes(self) -> int:
+        return sum(pool.n_slots * pool.block_bytes for pool in self.pools)
+
+    @property
+    def pool_of_layer(self) -> dict[int, int]:
+        """Index into ``pools`` by ``Layer.index``."""
+        return {layer: i for i, pool in enumerate(self.pools) for layer in pool.layers}
+
+    def offsets(self) -> NDArray[np.uint64]:
+        """[n_slots] where each slot starts in the arena, bytes; multiples of 4096."""
+        parts = [
+            np.arange(pool.n_slots, dtype=np.uint64) * np.uint64(pool.block_bytes) + np.uint64(pool.offset)
+            for pool in self.pools
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, np.uint64)
+
+
+def plan_pools(
+    layers: Sequence[Layer],
+    budget_bytes: int,
+    top_k: int,
+    device: str = "CPU",
+    *,
+    free_bytes: int | None = None,
+    reserve_bytes: int = 0,
+) -> PoolPlan:
+    """Divide ``min(budget_bytes, free_bytes - reserve_bytes)`` among the pools of one device's ``layers``.
+
+    Every pool gets the same share of its experts, but at least one working set: min(top_k, n_expert) of its
+    largest layer. Raises :class:`BudgetError` if that does not fit. ``free_bytes`` None: not known, no limit.
+    """
+    usable = budget_bytes if free_bytes is None else min(budget_bytes, free_bytes - reserve_bytes)
+    groups: dict[int, list[Layer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.block_bytes, []).append(layer)
+    sizes = list(groups)
+    n_experts = [sum(layer.n_expert for layer in groups[size]) for size in sizes]
+    n_least = [max(min(max(top_k, 1), layer.n_expert) for layer in groups[size]) for size in sizes]
+
+    least_bytes = _bytes(n_least, sizes)
+    if usable < least_bytes:
+        raise BudgetError(_too_small(device, budget_bytes, free_bytes, reserve_bytes, least_bytes, top_k))
+    n_slots = _share(usable, sizes, n_least, n_experts)
+
+    pools: list[Pool] = []
+    first_slot = offset = 0
+    for size, n_expert, n in zip(sizes, n_experts, n_slots, strict=True):
+        pools.append(Pool(size, tuple(layer.index for layer in groups[size]), n_expert, first_slot, n, offset))
+        first_slot += n
+        offset += n * size
+    return PoolPlan(device, tuple(pools))
+
+
+def _share(usable: int, sizes: list[int], n_least: list[int], n_experts: list[int]) -> list[int]:
+    """Slots of each pool: the largest common share of its experts that fits, then slots for what is left."""
+
+    def at(share: int) -> list[int]:  # share in 1/2^40 of a pool's experts
+        return [max(least, (share * n) >> 40) for least, n in zip(n_least, n_experts, strict=True)]
+
+    low, high = 0, 1 << 40  # at(low) fits
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _bytes(at(middle), sizes) <= usable:
+            low = middle
+        else:
+            high = middle - 1
+    n_slots = at(low)
+    left = usable - _bytes(n_slots, sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: n_slots[i] / n_experts[i]):
+        more = min(left // sizes[i], n_experts[i] - n_slots[i])
+        n_slots[i] += more
+        left -= more * sizes[i]
+    return n_slots
+
+
+def _bytes(n_slots: list[int], sizes: list[int]) -> int:
+    return sum(n * size for n, size in zip(n_slots, sizes, strict=True))
+
+
+def _too_small(
+    device: str, budget_bytes: int, free_bytes: int | None, reserve_bytes: int, least_bytes: int, top_k: int
+) -> str:
+    free = "free memory unknown" if free_bytes is None else f"{_mib(free_bytes)} are free"
+    return (
+        f"the expert cache on {device} is too small: {_mib(budget_bytes)} were requested, {free}, "
+        f"{_mib(reserve_bytes)} are reserved, but one working set of top-{top_k} experts needs "
+        f"at least {least_bytes} bytes ({_mib(least_bytes)}); raise the budget or lower the reserve"
+    )
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{math.ceil(n_bytes / 2**20 * 10) / 10:.1f} MiB"

@@ -1,0 +1,208 @@
+"""The cache's books: which expert is in which slot, and which slots a fetch takes.
+
+Life of a slot:  FREE --fetch--> LOADING --resident--> RESIDENT --fetch (as a victim)--> LOADING ...
+                                 LOADING --rollback--> FREE
+
+``slot_of``, ``freq`` and ``last_use`` are shared with native code (``expert_tables`` of the provider header):
+native publishes ``slot_of[key]`` when a read has ended well; this class only clears it. What belongs to this
+class alone is ``place``: where an expert is *or is being read to*.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypack.budget import Pool, PoolPlan
+from pypack.counters import Counter, Counters
+from pypack.errors import BudgetError
+from pypack.layout import Layer
+from pypack.policy import Policy
+
+__all__ = ["FREE", "LOADING", "RESIDENT", "ExpertCache"]
+
+FREE, LOADING, RESIDENT = 0, 1, 2
+_NONE = -1
+
+
+class ExpertCache:
+    """Slots of any number of arenas under one numbering, for the experts of ``layers``.
+
+    Thread-safe: ``fetch`` comes from the computing thread, ``resident`` and ``rollback`` from reader threads.
+    """
+
+    def __init__(self, layers: Sequence[Layer], policy: Policy, counters: Counters) -> None:
+        n_keys = sum(layer.n_expert for layer in layers)
+        self.slot_of: NDArray[np.int32] = np.full(n_keys, _NONE, np.int32)  # [n_keys] shared
+        self.freq: NDArray[np.int64] = np.zeros(n_keys, np.int64)  # [n_keys] shared
+        self.last_use: NDArray[np.int64] = np.zeros(n_keys, np.int64)  # [n_keys] shared
+        self.layer_slots: NDArray[np.int32] = np.zeros(len(layers), np.int32)  # [n_layers] shared
+        self.place: NDArray[np.int32] = np.full(n_keys, _NONE, np.int32)  # [n_keys]
+        self.owner: NDArray[np.intp] = np.empty(0, np.intp)  # [n_slots] key, or -1
+        self.state: NDArray[np.int8] = np.empty(0, np.int8)  # [n_slots] FREE, LOADING or RESIDENT
+        self.n_slots = 0
+        self._layers = tuple(layers)
+        self._policy = policy
+        self._counters = counters
+        self._pools: list[Pool] = []
+        self._free: list[list[int]] = []  # [n_pools] slots, the next one to use last
+        self._pool_of_layer: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def add_arena(self, plan: PoolPlan) -> int:
+        """Add a device's slots and set ``layer_slots`` of its layers; returns the number of the first slot.
+
+        Raises ValueError if a layer already has a pool, or its blocks are not as large as the pool's.
+        """
+        with self._lock:
+            for pool in plan.pools:
+                for layer in pool.layers:
+                    if layer in self._pool_of_layer or self._layers[layer].block_bytes != pool.block_bytes:
+                        raise ValueError(
+                            f"layer {layer} does not belong to a new pool of {pool.block_bytes}-byte slots"
+                        )
+            first = self.n_slots
+            for pool in plan.pools:
+                pool = replace(pool, first_slot=first + pool.first_slot)
+                for layer in pool.layers:
+                    self._pool_of_layer[layer] = len(self._pools)
+                    self.layer_slots[layer] = pool.n_slots
+                self._pools.append(pool)
+                self._free.append(list(range(pool.first_slot + pool.n_slots - 1, pool.first_slot - 1, -1)))
+            self.owner = np.concatenate((self.owner, np.full(plan.n_slots, _NONE, np.intp)))
+            self.state = np.concatenate((self.state, np.full(plan.n_slots, FREE, np.int8)))
+            self.n_slots += plan.n_slots
+            return first
+
+    def fetch(self, layer: int, missing: Sequence[int], active: Sequence[int]) -> list[int]:
+        """Take a slot for each expert of ``missing``, in order; all of them or none. They are LOADING now.
+
+        ``missing``, ``active``: expert numbers of the layer; arrays are fine. Free slots go first, then what
+        the policy evicts; experts of ``active`` and slots still LOADING are never evicted.
+        Raises ValueError if an expert is out of range, repeated, or has a slot already; :class:`BudgetError`
+        if the pool cannot hold them.
+        """
+        with self._lock:
+            keys = self._keys(layer, missing)
+            kept = self.place[self._keys(layer, active)]
+            if len(set(keys.tolist())) != len(keys) or (self.place[keys] != _NONE).any():
+                raise ValueError(f"experts {list(missing)} of layer {layer} are repeated, or have a slot already")
+            if layer not in self._pool_of_layer:
+                raise ValueError(f"layer {layer} has no slots: its arena was not added")
+            free = self._free[self._pool_of_layer[layer]]
+            n_victims = len(keys) - len(free)
+            victims = self._victims(layer, n_victims, kept[kept != _NONE]) if n_victims > 0 else []
+
+            slots = [free.pop() for _ in range(len(keys) - len(victims))] + victims
+            self.owner[slots] = keys
+            self.state[slots] = LOADING
+            self.place[keys] = slots
+            return slots
+
+    def resident(self, slot: int) -> None:
+        """The slot holds its expert's bytes. Call it just before native publishes the slot."""
+        with self._lock:
+            self._expect_loading(slot)
+            self.state[slot] = RESIDENT
+
+    def rollback(self, slot: int) -> None:
+        """The slot could not be filled: it is FREE, its expert is nowhere."""
+        with self._lock:
+            self._expect_loading(slot)
+            key = self.owner[slot]
+            self.slot_of[key] = self.place[key] = self.owner[slot] = _NONE
+            self.state[slot] = FREE
+            self._free[self._pool_of_slot(slot)].append(slot)
+
+    def key_of(self, slot: int) -> int:
+        """The expert that the slot holds or is being filled with, -1 if it is free."""
+        return int(self.owner[slot])
+
+    def check(self) -> list[str]:
+        """What is inconsistent in the tables, one sentence each; empty if all is well. At rest or not."""
+        with self._lock:
+            return [*self._check_slots(), *self._check_keys(), *self._check_free()]
+
+    def _keys(self, layer: int, experts: Sequence[int]) -> NDArray[np.int32]:
+        numbers = np.asarray(experts).tolist()
+        described = self._layers[layer]
+        if numbers and (min(numbers) < 0 or max(numbers) >= described.n_expert):
+            raise ValueError(f"layer {layer} has experts 0..{described.n_expert - 1}, not {list(experts)}")
+        keys: NDArray[np.int32] = np.array(numbers, dtype=np.int32) + np.int32(described.first_key)
+        return keys
+
+    def _victims(self, layer: int, n: int, kept_slots: NDArray[np.int32]) -> list[int]:
+        """The slots to take from their experts, which are nowhere then."""
+        pool = self._pools[self._pool_of_layer[layer]]
+        slots = self._evictable(pool, kept_slots)
+        if len(slots) < n:
+            raise BudgetError(
+                f"layer {layer} needs {n} more slots, but only {len(slots)} of its {pool.n_slots} can be "
+                "given up: raise the expert cache budget"
+            )
+        keys = self.owner.take(slots)
+        now = int(self._counters.array[Counter.ACQUIRES])
+        chosen = self._policy.victims(keys, n, self.freq, self.last_use, now)
+        gone = keys[chosen]
+        self.slot_of[gone] = _NONE
+        self.place[gone] = _NONE
+        self._counters.add(Counter.EVICTIONS, n)
+        victims: list[int] = slots[chosen].tolist()
+        return victims
+
+    def _evictable(self, pool: Pool, kept_slots: NDArray[np.int32]) -> NDArray[np.intp]:
+        may_go = self.state[pool.first_slot : pool.first_slot + pool.n_slots] == RESIDENT
+        may_go[kept_slots - pool.first_slot] = False
+        slots = np.flatnonzero(may_go) + pool.first_slot
+        published = self.slot_of.take(self.owner.take(slots))
+        if len(slots) and published.min() == _NONE:
+            slots = slots[published != _NONE]  # or native would publish a slot that was given away
+        return slots
+
+    def _pool_of_slot(self, slot: int) -> int:
+        return next(i for i, p in enumerate(self._pools) if p.first_slot <= slot < p.first_slot + p.n_slots)
+
+    def _expect_loading(self, slot: int) -> None:
+        if not 0 <= slot < self.n_slots or self.state[slot] != LOADING:
+            raise ValueError(f"slot {slot} is not being loaded")
+
+    def _check_slots(self) -> list[str]:
+        wrong: list[str] = []
+        for pool_index, pool in enumerate(self._pools):
+            keys = {
+                key: layer
+                for layer in pool.layers
+                for key in range(
+                    self._layers[layer].first_key,
+                    self._layers[layer].first_key + self._layers[layer].n_expert,
+                )
+            }
+            for slot in range(pool.first_slot, pool.first_slot + pool.n_slots):
+                state, key = int(self.state[slot]), int(self.owner[slot])
+                if (state == FREE) != (key == _NONE):
+                    wrong.append(f"slot {slot} has state {state} but owner {key}")
+                elif key != _NONE and key not in keys:
+                    wrong.append(f"slot {slot} of pool {pool_index} holds key {key}, which belongs to another pool")
+                elif key != _NONE and self.place[key] != slot:
+                    wrong.append(f"slot {slot} holds key {key}, whose place is {self.place[key]}")
+        return wrong
+
+    def _check_keys(self) -> list[str]:
+        wrong: list[str] = []
+        for key, (place, published) in enumerate(zip(self.place.tolist(), self.slot_of.tolist(), strict=True)):
+            if place != _NONE and not (0 <= place < self.n_slots and self.owner[place] == key):
+                wrong.append(f"key {key} has place {place}, which it does not own")
+            if published != _NONE and published != place:
+                wrong.append(f"key {key} is published in slot {published}, but its place is {place}")
+            elif published != _NONE and self.state[published] != RESIDENT:
+                wrong.append(f"key {key} is published in slot {published}, which is not resident")
+        return wrong
+
+    def _check_free(self) -> list[str]:
+        listed = sorted(slot for free in self._free for slot in free)
+        free = np.flatnonzero(self.state == FREE).tolist()
+        return [] if listed == free else [f"free slots are {free}, but {listed} are listed"]

@@ -1,0 +1,121 @@
+"""The ``expert-pack`` command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from pypack._version import __version__
+from pypack.convert import DEFAULT_JOBS, DEFAULT_SAFETY_MARGIN_BYTES, MAX_JOBS, convert
+from pypack.errors import ExpertPackError
+from pypack.inspect_pack import describe, format_table, to_json
+from pypack.progress import for_stderr
+from pypack.verify import verify
+
+_GIB = 1 << 30
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="expert-pack")
+def cli() -> None:
+    """Expert packs: the routed experts of a GGUF, laid out to be read from an SSD one block at a time."""
+
+
+@cli.command("convert")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="The pack to write (ending in .expert-pack), or a folder for it. Default: beside the model.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, MAX_JOBS),
+    default=DEFAULT_JOBS,
+    show_default=True,
+    help="Threads that read, hash and write at the same time.",
+)
+@click.option(
+    "--safety-margin-gib",
+    type=click.FloatRange(min=0, max=1e6),
+    default=DEFAULT_SAFETY_MARGIN_BYTES / _GIB,
+    show_default=True,
+    help="Free space in GiB that must remain on the disk.",
+)
+@click.option("--force", is_flag=True, help="Replace a pack that is already there.")
+@click.option("--restart", is_flag=True, help="Throw away what an interrupted conversion has written.")
+def convert_command(
+    model: Path, output: Path | None, jobs: int, safety_margin_gib: float, force: bool, restart: bool
+) -> None:
+    """Make the expert pack of MODEL, a .gguf file or the first shard of a split one.
+
+    A conversion that was stopped goes on where it was when the same command is run again.
+    """
+    result = convert(
+        model,
+        output,
+        jobs=jobs,
+        safety_margin_bytes=int(safety_margin_gib * _GIB),
+        force=force,
+        restart=restart,
+        progress=for_stderr("convert"),
+    )
+    if result.reused:
+        click.echo(f"{result.path} is already complete ({result.pack_bytes} bytes)")
+    else:
+        resumed = f", {result.resumed_layers} layers were there already" if result.resumed_layers else ""
+        click.echo(f"{result.path} is complete ({result.pack_bytes} bytes{resumed})")
+
+
+@cli.command("verify")
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--deep", is_flag=True, help="Also read every block and check its hash.")
+@click.option(
+    "--source",
+    type=click.Path(path_type=Path),
+    help="Also check that the pack belongs to this model; with --deep, compare every byte with it.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, MAX_JOBS),
+    default=DEFAULT_JOBS,
+    show_default=True,
+    help="Threads that read and hash at the same time.",
+)
+def verify_command(pack: Path, deep: bool, source: Path | None, jobs: int) -> None:
+    """Check the expert pack PACK: header, index, manifest and size; its blocks with --deep."""
+    result = verify(pack, deep=deep, source=source, jobs=jobs, progress=for_stderr("verify"))
+    click.echo(f"{pack} is valid: {result}")
+
+
+@cli.command("inspect")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@click.option("--budget", help='Cache size to predict the slots for: "20GiB", or "60%" of all experts.')
+def inspect_command(path: Path, as_json: bool, budget: str | None) -> None:
+    """Show the layers, roles, types and sizes of PATH, an expert pack or a model (.gguf)."""
+    description = describe(path, budget)
+    click.echo(to_json(description) if as_json else format_table(description))
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs the command; a domain error becomes one line and exit code 1, Ctrl-C exit code 130."""
+    try:
+        cli.main(args, standalone_mode=False)
+    except ExpertPackError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted: what is finished is kept, run the same command again to go on", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

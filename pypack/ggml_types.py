@@ -1,0 +1,31 @@
+"""What ggml's types cost in bytes: values in a quantization block, bytes of that block."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gguf.constants import GGML_QUANT_SIZES
+
+
+class TypeTraits(NamedTuple):
+    """A ggml type: its name, how many values form one block, and the bytes of that block."""
+
+    name: str
+    block_values: int
+    block_bytes: int
+
+
+# The pinned llama.cpp writes these, gguf 0.19 does not list them yet.
+_NEWER: dict[int, TypeTraits] = {42: TypeTraits("Q2_0", 64, 18)}
+
+GGML_TYPES: dict[int, TypeTraits] = {
+    **_NEWER,
+    **{int(t): TypeTraits(t.name, values, size) for t, (values, size) in GGML_QUANT_SIZES.items()},
+}
+
+
+def row_bytes(type_id: int, n_values: int) -> int:
+    """Bytes of a row of ``n_values`` values; ``n_values`` must be whole blocks of the type."""
+    _, block_values, block_bytes = GGML_TYPES[type_id]
+    assert n_values % block_values == 0
+    return n_values // block_values * block_bytes

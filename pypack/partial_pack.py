@@ -1,0 +1,132 @@
+"""The pack while it is written: NAME.expert-pack.partial, locked, its room reserved, synced by layer."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+from pypack.assemble import Bytes
+from pypack.errors import ExpertPackError, PackError, ReadError, SpaceError
+from pypack.journal import lock_partial, remove
+from pypack.layout import ALIGNMENT
+from pypack.pack_format import ENTRY_BYTES, HEADER_BYTES, Index
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class PartialPack:
+    """Holds the lock while open. Blocks may be written from several threads, the rest from one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = lock_partial(path)
+        except OSError as error:
+            raise write_error(path, error) from error
+        self._direct_fd = self._open_direct()
+
+    def __enter__(self) -> PartialPack:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes and unlocks; a partial pack that never got any content is removed."""
+        if self._fd < 0:
+            return
+        if os.fstat(self._fd).st_size == 0:
+            remove(self.path)
+        for fd in {self._fd, self._direct_fd}:
+            os.close(fd)
+        self._fd = self._direct_fd = -1
+
+    @property
+    def size_bytes(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    @property
+    def allocated_bytes(self) -> int:
+        return os.fstat(self._fd).st_blocks * 512
+
+    def clear(self) -> None:
+        os.ftruncate(self._fd, 0)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Gives the file its final size and, where the file system can, its room on the disk."""
+        was_empty = self.size_bytes == 0
+        write_only = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.ftruncate(write_only, size_bytes)
+            # Write-only, because glibc falls back to writing every block where nothing can be reserved; the
+            # fallback needs to read first, so it fails at once with EBADF instead of writing a terabyte.
+            os.posix_fallocate(write_only, 0, size_bytes)
+        except OSError as error:
+            if error.errno in (errno.EBADF, errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
+                return
+            if was_empty:
+                self.clear()
+            raise write_error(self.path, error, kept=not was_empty) from error
+        finally:
+            os.close(write_only)
+
+    def write_blocks(self, data: Bytes, offset: int) -> None:
+        """Writes whole aligned pages at an aligned offset, past the page cache where possible."""
+        view = data.data
+        done = 0
+        while done < len(view):
+            try:
+                n = os.pwrite(self._direct_fd, view[done:], offset + done)
+            except OSError as error:
+                raise write_error(self.path, error, kept=True) from error
+            # A short direct write must go on at an aligned place.
+            step = n if done + n == len(view) else n // ALIGNMENT * ALIGNMENT
+            if step == 0:
+                raise write_error(self.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), kept=True)
+            done += step
+        if self._direct_fd == self._fd:
+            os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+
+    def write_index(self, entries: Index, first_key: int) -> None:
+        self._write(entries.tobytes(), HEADER_BYTES + first_key * ENTRY_BYTES)
+
+    def read_index(self, n_keys: int) -> bytes:
+        return os.pread(self._fd, n_keys * ENTRY_BYTES, HEADER_BYTES)
+
+    def write_header(self, page: bytes) -> None:
+        self._write(page, 0)
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise write_error(self.path, error, kept=True) from error
+
+    def _open_direct(self) -> int:
+        """A descriptor that bypasses the page cache, or the plain one where the file system has none."""
+        try:
+            return os.open(self.path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except (OSError, AttributeError):
+            return self._fd
+
+    def _write(self, data: bytes, offset: int) -> None:
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], offset + done)
+        except OSError as error:
+            raise write_error(self.path, error, kept=True) from error
+
+
+def write_error(path: Path, error: OSError, kept: bool = False) -> ExpertPackError:
+    """What a failed write means, as one sentence; ``kept``: what was written so far stays for a later run."""
+    resume = "; what was written is kept: run the same command again to go on" if kept else ""
+    if error.errno in _NO_SPACE:
+        return SpaceError(f"the disk is full while writing {path}: free some space, or choose another --output{resume}")
+    if error.errno == errno.EFBIG:
+        return SpaceError(f"{path}: the file system or a limit allows no file this large: choose another --output")
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return PackError(f"{path} cannot be written ({error.strerror}): choose a folder you may write to with --output")
+    return ReadError(f"{path} cannot be written: {error.strerror}{resume}", error.errno or 0)

@@ -1,0 +1,77 @@
+"""Runs models with stock and with packs, and compares their logits bit by bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.stock import ROOT, environment
+from pypack.pack import Pack
+
+BATCHES = [64, 7, 1, 13, 2, *[1] * 32]
+
+
+def minimum_budget(pack: Pack, top_k: int | None = None) -> int:
+    """Bytes of the smallest cache: one working set in every pool."""
+    top_k = top_k or pack.manifest.model.expert_used_count or 1
+    least: dict[int, int] = {}
+    for layer in pack.layers:
+        least[layer.block_bytes] = max(least.get(layer.block_bytes, 0), min(top_k, layer.n_expert))
+    return sum(block_bytes * n for block_bytes, n in least.items())
+
+
+@dataclass
+class Run:
+    """What logits_runner found for one job."""
+
+    logits: np.ndarray | None
+    found: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        return self.found["expert_stats"]  # type: ignore[no-any-return]
+
+
+def run_jobs(jobs: list[dict[str, Any]], folder: Path) -> dict[str, Run]:
+    """Runs all jobs, those of stock in one process, ours in another. Fails the test if a process dies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stock in (True, False):
+        chosen = [job for job in jobs if job["stock"] == stock]
+        if not chosen:
+            continue
+        job_file = folder / f"jobs-{'stock' if stock else 'ours'}.json"
+        job_file.write_text(json.dumps(chosen))
+        run = subprocess.run(
+            [sys.executable, str(ROOT / "tests" / "logits_runner.py"), str(job_file), str(folder)],
+            env=environment(stock),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, f"{run.stdout[-500:]}\n{run.stderr[-3000:]}"
+    runs = {}
+    for job in jobs:
+        logits = folder / f"{job['id']}.npy"
+        runs[job["id"]] = Run(
+            np.load(logits) if logits.exists() else None, json.loads((folder / f"{job['id']}.json").read_text())
+        )
+    return runs
+
+
+def differences(stock: Run, ours: Run) -> str:
+    """Empty if both ran and every bit is the same, else what differs."""
+    if stock.logits is None or ours.logits is None:
+        return f"stock: {stock.found.get('error', 'ran')}; ours: {ours.found.get('error', 'ran')}"
+    if stock.logits.shape != ours.logits.shape:
+        return f"shapes {stock.logits.shape} and {ours.logits.shape}"
+    wrong = np.flatnonzero((stock.logits.view(np.uint32) != ours.logits.view(np.uint32)).any(axis=1))
+    if len(wrong) == 0:
+        return ""
+    largest = np.nanmax(np.abs(stock.logits.astype(np.float64) - ours.logits))
+    return f"{len(wrong)} of {len(stock.logits)} rows differ, first {wrong[0]}, by at most {largest:g}"

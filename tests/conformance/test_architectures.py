@@ -1,0 +1,77 @@
+"""Every mixture-of-experts architecture that upstream can write: pack logits are stock's, bit by bit."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench.stock import STOCK_LIB
+from pypack.convert import convert
+from pypack.discover import find_layers
+from pypack.errors import GGUFError
+from pypack.gguf_source import read_model
+from pypack.pack import open_pack
+from tests.compare import BATCHES, Run, differences, minimum_budget, run_jobs
+
+# What upstream writes with routed experts. A new one must be added here, one that vanished removed.
+ARCHITECTURES = []
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Upstream's generated models that have routed experts, by name."""
+    folder = tmp_path_factory.mktemp("architectures")
+    tool = STOCK_LIB / "test-llama-archs"
+    assert tool.exists(), f"{tool}: not built: run `make stock`"
+    subprocess.run([tool, "-o", folder, "-s", "42"], check=True, capture_output=True)
+    found = {}
+    for path in sorted(folder.glob("*.gguf")):
+        if has_routed_experts(path):
+            found[path.stem] = path
+        else:
+            path.unlink()
+    return found
+
+
+def has_routed_experts(path: Path) -> bool:
+    try:
+        find_layers(read_model(path))
+    except GGUFError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="session")
+def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    jobs = []
+    for name, path in models.items():
+        pack = open_pack(convert(path).path)
+        common = {"model": str(path), "batches": BATCHES}
+        packed = {"expert_pack": True, "expert_cache_reserve": 0}
+        jobs += [
+            {"id": f"{name}.stock", "stock": True, "llama": {}, **common},
+            {"id": f"{name}.all", "stock": False, "llama": {**packed, "expert_cache": pack.payload_bytes}, **common},
+            {
+                "id": f"{name}.least",
+                "stock": False,
+                "llama": {**packed, "expert_cache": minimum_budget(pack)},
+                **common,
+            },
+        ]
+    return run_jobs(jobs, tmp_path_factory.mktemp("logits"))
+
+
+def test_the_list_is_complete(models: dict[str, Path]) -> None:
+    assert sorted(models) == ARCHITECTURES
+
+
+@pytest.mark.parametrize("budget", ["all", "least"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_are_identical(name: str, budget: str, runs: dict[str, Run]) -> None:
+    ours = runs[f"{name}.{budget}"]
+    assert differences(runs[f"{name}.stock"], ours) == ""
+    assert ours.stats["loads"] > 0, "no expert came from the pack"
+    if budget == "all":
+        assert ours.stats["evictions"] == 0

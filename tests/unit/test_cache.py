@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pypack.budget import plan_pools
+from pypack.cache import FREE, LOADING, RESIDENT, ExpertCache
+from pypack.counters import Counter, Counters
+from pypack.errors import BudgetError
+from pypack.layout import Layer
+from pypack.policy import DEFAULT_POLICY, Lru, make_policy
+from tests.unit.fake_pack import make_layers
+
+
+def acquire(cache: ExpertCache, counters: Counters, layer: Layer, experts: list[int]) -> list[int]:
+    """What native does before a fetch: count, and find what is missing."""
+    counters.array[Counter.ACQUIRES] += 1
+    keys = [layer.first_key + expert for expert in experts]
+    cache.freq[keys] += 1
+    cache.last_use[keys] = counters.array[Counter.ACQUIRES]
+    return [expert for expert, key in zip(experts, keys, strict=True) if cache.slot_of[key] < 0]
+
+
+def publish(cache: ExpertCache, slot: int) -> None:
+    cache.resident(slot)
+    cache.slot_of[cache.key_of(slot)] = slot
+
+
+def small_cache(n_slots: int = 4, n_expert: int = 8) -> tuple[ExpertCache, Counters, Layer]:
+    layers, counters = make_layers([(n_expert, 4096)]), Counters()
+    cache = ExpertCache(layers, Lru(), counters)
+    cache.add_arena(plan_pools(layers, n_slots * 4096, 1))
+    return cache, counters, layers[0]
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """The cache against a model of plain dictionaries: two pools in one arena, a third in a second arena."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_layers([(8, 4096), (6, 8192), (5, 4096), (7, 4096)])
+        self.counters = Counters()
+        self.cache = ExpertCache(self.layers, make_policy(DEFAULT_POLICY), self.counters)
+        on_cpu = [self.layers[0], self.layers[1], self.layers[2]]
+        self.n_slots = {0: 5, 1: 3, 2: 5, 3: 4}
+        plan = plan_pools(on_cpu, 5 * 4096 + 3 * 8192, 3)
+        assert [pool.n_slots for pool in plan.pools] == [5, 3]
+        assert self.cache.add_arena(plan) == 0
+        assert self.cache.add_arena(plan_pools([self.layers[3]], 4 * 4096, 3, "GPU")) == 8
+        self.pool_slots = {0: range(5), 1: range(5, 8), 2: range(5), 3: range(8, 12)}
+        self.loading: dict[int, int] = {}  # slot -> key
+        self.resident: dict[int, int] = {}
+        self.n_evicted = 0
+
+    @rule(data=st.data(), layer=st.integers(0, 3))
+    def fetch(self, data: st.DataObject, layer: int) -> None:
+        described = self.layers[layer]
+        experts = data.draw(
+            st.lists(st.integers(0, described.n_expert - 1), min_size=1, max_size=self.n_slots[layer], unique=True)
+        )
+        missing = acquire(self.cache, self.counters, described, experts)
+        # of an earlier fetch, not ended yet: native has them in flight, and asks for no second read
+        missing = [e for e in missing if described.first_key + e not in self.loading.values()]
+        slots_before = dict(self.resident) | self.loading
+        pool = self.pool_slots[layer]
+        kept = {described.first_key + expert for expert in experts}
+        n_free = sum(slot not in slots_before for slot in pool)
+        n_evictable = sum(slot in pool and key not in kept for slot, key in self.resident.items())
+        tables = [t.copy() for t in (self.cache.slot_of, self.cache.place, self.cache.owner, self.cache.state)]
+
+        if len(missing) > n_free + n_evictable:
+            with pytest.raises(BudgetError):
+                self.cache.fetch(layer, missing, experts)
+            after = (self.cache.slot_of, self.cache.place, self.cache.owner, self.cache.state)
+            assert all((a == b).all() for a, b in zip(tables, after, strict=True)), "all or nothing"
+            return
+
+        slots = self.cache.fetch(layer, missing, experts)
+        assert len(set(slots)) == len(slots) == len(missing)
+        victims = [slot for slot in slots if slot in self.resident]
+        assert len(victims) == max(0, len(missing) - n_free), "free slots go first"
+        for slot, expert in zip(slots, missing, strict=True):
+            assert slot in pool and slot not in self.loading
+            assert self.resident.pop(slot, None) not in kept
+            self.loading[slot] = described.first_key + expert
+        self.n_evicted += len(victims)
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data(), is_ok=st.booleans())
+    def end_read(self, data: st.DataObject, is_ok: bool) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.loading)))
+        key = self.loading.pop(slot)
+        if is_ok:
+            publish(self.cache, slot)
+            self.resident[slot] = key
+        else:
+            self.cache.rollback(slot)
+
+    @rule(slot=st.integers(-1, 12))
+    def end_of_no_read(self, slot: int) -> None:
+        if slot not in self.loading:
+            for end in (self.cache.resident, self.cache.rollback):
+                with pytest.raises(ValueError, match="not being loaded"):
+                    end(slot)
+
+    @precondition(lambda self: self.loading or self.resident)
+    @rule(data=st.data())
+    def fetch_what_has_a_slot(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted([*self.loading.values(), *self.resident.values()])))
+        layer = max(i for i, layer in enumerate(self.layers) if layer.first_key <= key)
+        with pytest.raises(ValueError, match="have a slot already"):
+            self.cache.fetch(layer, [key - self.layers[layer].first_key], [])
+
+    @invariant()
+    def tables_agree_with_the_model(self) -> None:
+        assert self.cache.check() == []
+        assert {int(s): int(k) for k, s in enumerate(self.cache.slot_of) if s >= 0} == self.resident
+        assert {int(s): int(k) for k, s in enumerate(self.cache.place) if s >= 0} == self.resident | self.loading
+        expected = [LOADING if s in self.loading else RESIDENT if s in self.resident else FREE for s in range(12)]
+        assert self.cache.state.tolist() == expected
+        assert self.counters.snapshot().evictions == self.n_evicted
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_shared_tables_have_the_shapes_of_the_header() -> None:
+    layers = make_layers([(8, 4096), (6, 8192), (5, 4096)])
+    cache = ExpertCache(layers, Lru(), Counters())
+    for table, dtype, n in (
+        (cache.slot_of, np.int32, 19),
+        (cache.freq, np.int64, 19),
+        (cache.last_use, np.int64, 19),
+        (cache.layer_slots, np.int32, 3),
+    ):
+        assert table.dtype == dtype and table.shape == (n,) and table.flags.c_contiguous
+    before = [t.__array_interface__["data"][0] for t in (cache.slot_of, cache.freq, cache.last_use, cache.layer_slots)]
+    cache.add_arena(plan_pools(layers, 5 * 4096 + 3 * 8192, 3))
+    after = [t.__array_interface__["data"][0] for t in (cache.slot_of, cache.freq, cache.last_use, cache.layer_slots)]
+    assert before == after, "native keeps pointers to them"
+    assert cache.layer_slots.tolist() == [5, 3, 5]
+    assert (cache.slot_of == -1).all()
+
+
+def test_the_policy_chooses_and_active_experts_stay() -> None:
+    cache, counters, layer = small_cache()
+    for experts in ([0], [1], [2], [3]):
+        for slot in cache.fetch(0, acquire(cache, counters, layer, experts), experts):
+            publish(cache, slot)
+    assert acquire(cache, counters, layer, [0, 4]) == [4]
+    slot_of_1 = int(cache.slot_of[1])
+    assert cache.fetch(0, [4], [0, 4]) == [slot_of_1]
+    assert cache.slot_of[1] == -1
+    acquire(cache, counters, layer, [2, 3, 5])
+    slot_of_0 = int(cache.slot_of[0])
+    assert cache.fetch(0, [5], [2, 3, 5]) == [slot_of_0]
+    assert cache.slot_of[0] == -1, "not 2 or 3, which are older but active; not 4, which is loading"
+    assert counters.snapshot().evictions == 2
+
+
+def test_a_slot_is_not_given_away_between_resident_and_its_publication() -> None:
+    cache, counters, layer = small_cache(n_slots=1)
+    (slot,) = cache.fetch(0, acquire(cache, counters, layer, [0]), [0])
+    cache.resident(slot)
+    with pytest.raises(BudgetError):
+        cache.fetch(0, [1], [1])
+    cache.slot_of[0] = slot
+    assert cache.fetch(0, [1], [1]) == [slot]
+
+
+@pytest.mark.parametrize(
+    ("missing", "active"), [([1, 1], [1]), ([8], [8]), ([-1], []), ([0], [0, 8]), ([0], [-1])], ids=repr
+)
+def test_wrong_experts_are_refused_and_change_nothing(missing: list[int], active: list[int]) -> None:
+    cache, _, _ = small_cache()
+    with pytest.raises(ValueError, match="layer 0"):
+        cache.fetch(0, missing, active)
+    assert (cache.place == -1).all() and cache.check() == []
+
+
+def test_arrays_are_as_good_as_lists_and_nothing_is_nothing() -> None:
+    cache, _, _ = small_cache()
+    wanted = np.array([3, 5], np.int32)
+    assert len(cache.fetch(0, wanted, wanted)) == 2  # type: ignore[arg-type]
+    assert cache.fetch(0, [], []) == []
+
+
+def test_a_layer_without_slots_and_a_layer_with_two_pools_are_refused() -> None:
+    layers = make_layers([(4, 4096), (4, 4096)])
+    cache = ExpertCache(layers, Lru(), Counters())
+    plan = plan_pools(layers[:1], 1 << 20, 1)
+    cache.add_arena(plan)
+    with pytest.raises(ValueError, match="arena was not added"):
+        cache.fetch(1, [0], [0])
+    with pytest.raises(ValueError, match="does not belong"):
+        cache.add_arena(plan)
+    with pytest.raises(ValueError, match="does not belong"):
+        cache.add_arena(plan_pools([Layer(1, 1, "exps", 4, 4, 8192, ())], 1 << 20, 1))
+    assert cache.n_slots == 4
+
+
+def break_owner(cache: ExpertCache) -> None:
+    cache.owner[0] = 5
+
+
+def break_publication(cache: ExpertCache) -> None:
+    cache.slot_of[0] = 2
+
+
+def break_state(cache: ExpertCache) -> None:
+    cache.state[0] = FREE
+
+
+def publish_too_early(cache: ExpertCache) -> None:
+    cache.slot_of[1] = cache.place[1]
+
+
+def free_twice(cache: ExpertCache) -> None:
+    cache._free[0].append(cache._free[0][0])
+
+
+@pytest.mark.parametrize("damage", [break_owner, break_publication, break_state, publish_too_early, free_twice])
+def test_check_finds_damage(damage: Callable[[ExpertCache], None]) -> None:
+    cache, _, _ = small_cache()
+    for slot in cache.fetch(0, [0], [0]):
+        publish(cache, slot)
+    cache.fetch(0, [1], [1])
+    assert cache.check() == []
+    damage(cache)
+    assert cache.check() != []
+
+
+def test_reads_that_end_in_other_threads() -> None:
+    cache, counters, layer = small_cache(n_slots=12, n_expert=40)
+    rng = np.random.default_rng(1)
+
+    def end(slots: list[int], fails: bool) -> None:
+        for slot in slots:
+            cache.rollback(slot) if fails else publish(cache, slot)
+
+    threads: list[threading.Thread] = []
+    for step in range(400):
+        if len(threads) == 3:  # at most 3 x 3 slots are loading, so 3 more always fit
+            threads.pop(0).join()
+        in_flight = set(cache.owner[cache.state == LOADING].tolist())
+        experts = [int(e) for e in rng.choice(40, 3, replace=False) if int(e) not in in_flight]
+        missing = [e for e in acquire(cache, counters, layer, experts) if cache.place[e] < 0]
+        slots = cache.fetch(0, missing, missing)
+        thread = threading.Thread(target=end, args=(slots, step % 5 == 0))
+        thread.start()
+        threads.append(thread)
+    for thread in threads:
+        thread.join()
+    assert cache.check() == []
+    assert not (cache.state == LOADING).any()

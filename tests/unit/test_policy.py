@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pypack.errors import UsageError
+from pypack.policy import DEFAULT_POLICY, POLICIES, FreqAge, FreqThenRecency, Lru, Policy, make_policy
+
+Score = Callable[[int, int, int], tuple[Any, Any]]
+
+# (freq, last_use, now) -> what is evicted first, as the rules say it
+RULES: dict[type[Policy], Score] = {
+    Lru: lambda freq, used, now: (used, freq),
+    FreqAge: lambda freq, used, now: (Fraction(freq, now - used + 1), used),
+    FreqThenRecency: lambda freq, used, now: (freq, used),
+}
+
+
+@pytest.mark.parametrize("policy", RULES)
+@given(data=st.data())
+def test_against_the_rule(policy: type[Policy], data: st.DataObject) -> None:
+    n_keys = data.draw(st.integers(1, 40))
+    wide = data.draw(st.sampled_from([3, 1000]))  # few values: many ties
+    now = wide
+    freq = np.array(data.draw(st.lists(st.integers(0, wide), min_size=n_keys, max_size=n_keys)), np.int64)
+    used = np.array(data.draw(st.lists(st.integers(0, now), min_size=n_keys, max_size=n_keys)), np.int64)
+    keys = data.draw(st.lists(st.integers(0, n_keys - 1), unique=True, max_size=n_keys))
+    candidates = np.array(keys, np.intp)
+    n = data.draw(st.integers(0, len(keys)))
+
+    chosen = policy().victims(candidates, n, freq, used, now).tolist()
+
+    assert len(set(chosen)) == len(chosen) == n
+    scores = [RULES[policy](int(freq[key]), int(used[key]), now) for key in keys]
+    assert Counter(scores[i] for i in chosen) == Counter(sorted(scores)[:n])
+
+
+def test_the_rules_differ_where_they_should() -> None:
+    # key 0: often, long ago; key 1: once, just now; key 2: a few times, a while ago
+    freq, used, now = np.array([50, 1, 3], np.int64), np.array([1, 100, 60], np.int64), 100
+    first = {
+        name: POLICIES[name]().victims(np.arange(3, dtype=np.intp), 1, freq, used, now).tolist() for name in POLICIES
+    }
+    assert first == {"lru": [0], "freq-recency": [1], "freq-age": [2]}
+
+
+def test_names() -> None:
+    assert set(POLICIES.values()) == set(RULES)
+    assert type(make_policy(DEFAULT_POLICY)) is FreqAge
+    with pytest.raises(UsageError, match=r"'fifo'.*freq-age, freq-recency, lru"):
+        make_policy("fifo")

@@ -110,7 +110,7 @@ def check_space(path: Path, shape: Shape) -> None:
 @click.option("--vocab", "n_vocab", type=click.IntRange(16), help="Tokens, without --tokenizer.")
 @click.option("--type", type=click.Choice(list(WEIGHT_TYPES)), help="One type for all expert weights.")
 @click.option("--trunk-type", type=click.Choice(list(WEIGHT_TYPES)), help="Type of the resident weights.")
-@click.option("--router-spread", type=click.FloatRange(0, 2), help="0: no favourite experts.")
+@click.option("--router-spread", type=click.FloatRange(0, 1), help="0: no favourite experts.")
 @click.option(
     "--tokenizer",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -1,9 +1,13 @@
 """Expert packs: the routed experts of a GGUF, laid out for an SSD, read directly, cached in a budget."""
 
 from pypack._version import __version__
+from pypack.budget import parse_size, plan_pools
+from pypack.cache import ExpertCache
 from pypack.convert import Conversion, convert
+from pypack.counters import ExpertStats
 from pypack.errors import (
     BudgetError,
+    DecodeError,
     DirectIOError,
     ExpertPackError,
     GGUFError,
@@ -17,14 +21,20 @@ from pypack.errors import (
 from pypack.inspect_pack import Description, describe
 from pypack.manifest import Extent, Layer, Manifest, Role
 from pypack.pack import Pack, find_pack, open_pack
+from pypack.policy import POLICIES
+from pypack.reader import Reader
 from pypack.verify import Verification, verify
 
 __all__ = [
+    "POLICIES",
     "BudgetError",
     "Conversion",
+    "DecodeError",
     "Description",
     "DirectIOError",
+    "ExpertCache",
     "ExpertPackError",
+    "ExpertStats",
     "Extent",
     "GGUFError",
     "Layer",
@@ -33,6 +43,7 @@ __all__ = [
     "Pack",
     "PackError",
     "ReadError",
+    "Reader",
     "Role",
     "SourceMismatchError",
     "SpaceError",
@@ -43,5 +54,7 @@ __all__ = [
     "describe",
     "find_pack",
     "open_pack",
+    "parse_size",
+    "plan_pools",
     "verify",
 ]

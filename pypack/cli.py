@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from pathlib import Path
+from typing import Any
 
 import click
 
 from pypack._version import __version__
-from pypack.convert import DEFAULT_JOBS, DEFAULT_SAFETY_MARGIN_BYTES, MAX_JOBS, convert
+from pypack.convert import DEFAULT_SAFETY_MARGIN_BYTES, convert
 from pypack.errors import ExpertPackError
 from pypack.inspect_pack import describe, format_table, to_json
 from pypack.progress import for_stderr
 from pypack.verify import verify
+from pypack.workers import DEFAULT_JOBS, MAX_JOBS
 
 _GIB = 1 << 30
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Group(click.Group):
+    """Turns domain errors and Ctrl-C into one line and an exit code, never a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ExpertPackError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(1)
+        except OSError as error:
+            click.echo(f"error: {error.filename or 'input/output'}: {error.strerror}", err=True)
+            ctx.exit(1)
+        except KeyboardInterrupt:
+            click.echo("interrupted: what is finished is kept, run the same command to go on", err=True)
+            ctx.exit(130)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="expert-pack")
 def cli() -> None:
     """Expert packs: the routed experts of a GGUF, laid out to be read from an SSD one block at a time."""
+
+
+def _refuse_nan(_: click.Context, __: click.Parameter, value: float) -> float:
+    if math.isnan(value):  # compares as neither below nor above any limit
+        raise click.BadParameter("nan is not a number.")
+    return value
 
 
 @cli.command("convert")
@@ -40,6 +65,7 @@ def cli() -> None:
 @click.option(
     "--safety-margin-gib",
     type=click.FloatRange(min=0, max=1e6),
+    callback=_refuse_nan,
     default=DEFAULT_SAFETY_MARGIN_BYTES / _GIB,
     show_default=True,
     help="Free space in GiB that must remain on the disk.",
@@ -101,20 +127,8 @@ def inspect_command(path: Path, as_json: bool, budget: str | None) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command; a domain error becomes one line and exit code 1, Ctrl-C exit code 130."""
-    try:
-        cli.main(args, standalone_mode=False)
-    except ExpertPackError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(1)
-    except click.exceptions.Exit as error:
-        sys.exit(error.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted: what is finished is kept, run the same command again to go on", err=True)
-        sys.exit(130)
+    """Runs the command and exits: 0 when all is well, 1 on a domain error, 2 on wrong usage, 130 on Ctrl-C."""
+    cli.main(args, prog_name="expert-pack")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ that a run resumes only what it would itself have written.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,9 +44,8 @@ from pypack.pack import PACK_SUFFIX, manifest_path, open_pack, pack_path_for
 from pypack.pack_format import ENTRY, HEADER_BYTES, VERSION, Index, make_header, make_index
 from pypack.partial_pack import PartialPack, write_error
 from pypack.progress import Progress, Silent
+from pypack.workers import DEFAULT_JOBS, check_jobs, map_in_order
 
-DEFAULT_JOBS = 4
-MAX_JOBS = 8  # 33 MiB of buffers each; more than that many transfers of 16 MiB in flight gain nothing
 DEFAULT_SAFETY_MARGIN_BYTES = 1 << 30
 
 
@@ -81,14 +80,14 @@ def convert(
 
     Raises ExpertPackError. On KeyboardInterrupt and most errors the finished layers stay for the next call.
     """
-    if not 1 <= jobs <= MAX_JOBS:
-        raise UsageError(f"jobs is {jobs}: choose 1 to {MAX_JOBS}")
+    check_jobs(jobs)
     model = read_model(model_path)
     layers = find_layers(model)
     path = _output_path(model, output)
     plan = _make_plan(model, layers, path)
     reused = Conversion(path, plan.files[0].size_bytes, reused=True, resumed_layers=0)
     if not force and _is_finished(path, plan):
+        _remove_stale_journal(path)
         return reused
     _check_folder(path.parent)
     with PartialPack(_partial_path(path)) as partial:
@@ -148,29 +147,20 @@ class _Run:
         """Writes the blocks of all layers that are not done yet, several chunks at a time."""
         layers = self.plan.layers[self.layers_done :]
         self.progress.start(payload_bytes(self.plan.layers), payload_bytes(self.plan.layers[: self.layers_done]))
-        pool = ThreadPoolExecutor(jobs, thread_name_prefix="convert")
-        pending: deque[tuple[Chunk, Future[list[bytes]]]] = deque()
         try:
             with BlockSource(self.model) as source:
                 writer = _ChunkWriter(source, self.partial)
-                try:
-                    for chunk in plan_chunks(layers):
-                        pending.append((chunk, pool.submit(writer.write, chunk)))
-                        if len(pending) >= 4 * jobs:
-                            self._collect(*pending.popleft())
-                    while pending:
-                        self._collect(*pending.popleft())
-                finally:
-                    writer.stopped = True
-                    pool.shutdown(wait=True, cancel_futures=True)
+                with closing(map_in_order(writer.write, plan_chunks(layers), jobs, writer.stop)) as written:
+                    for chunk, digests in written:
+                        self._note(chunk, digests)
         finally:
             self.progress.close()
 
-    def _collect(self, chunk: Chunk, future: Future[list[bytes]]) -> None:
-        """Notes a written chunk. Chunks come in order, so the last one of a layer completes the layer."""
-        digests = np.frombuffer(b"".join(future.result()), np.uint8).reshape(chunk.n_experts, 16)
+    def _note(self, chunk: Chunk, digests: list[bytes]) -> None:
+        """A chunk is written. Chunks come in order, so the last one of a layer completes the layer."""
         first = chunk.layer.first_key + chunk.first_expert
-        self.index["digest"][first : first + chunk.n_experts] = digests
+        rows = self.index["digest"][first : first + chunk.n_experts]
+        rows[:] = np.frombuffer(b"".join(digests), np.uint8).reshape(rows.shape)
         self.progress.advance(chunk.size_bytes)
         if chunk.first_expert + chunk.n_experts == chunk.layer.n_expert:
             self._checkpoint(chunk.layer)
@@ -217,7 +207,7 @@ class _ChunkWriter:
     def __init__(self, source: BlockSource, partial: PartialPack) -> None:
         self._source, self._partial = source, partial
         self._local = threading.local()
-        self.stopped = False
+        self.stop = threading.Event()
 
     def write(self, chunk: Chunk) -> list[bytes]:
         """Writes the chunk's blocks; returns their digests."""
@@ -226,7 +216,7 @@ class _ChunkWriter:
             buffers = self._local.buffers = Buffers()
         hashes = [xxhash.xxh3_128() for _ in range(chunk.n_experts)]
         for start, stop in chunk.pieces():
-            if self.stopped:
+            if self.stop.is_set():
                 raise UsageError("the conversion was stopped")
             piece = self._source.fill(chunk, start, stop, buffers)
             for hash_, rows in zip(hashes, piece, strict=True):
@@ -305,6 +295,13 @@ def _is_finished(path: Path, plan: Manifest) -> bool:
     return True
 
 
+def _remove_stale_journal(path: Path) -> None:
+    """Of a run that was stopped between writing the manifest and this, its last step."""
+    if not _partial_path(path).exists():
+        with contextlib.suppress(OSError):
+            remove(_journal_path(path))
+
+
 def _finish_published(path: Path, plan: Manifest) -> bool:
     """Writes the manifest of a pack that was renamed but whose run was stopped before the manifest."""
     if not path.exists():
@@ -347,6 +344,8 @@ def _check_folder(folder: Path) -> None:
 def _check_space(path: Path, needed_bytes: int, safety_margin_bytes: int) -> None:
     stats = os.statvfs(path.parent)
     free_bytes = stats.f_bavail * stats.f_frsize
+    if stats.f_blocks == 0:  # as on ramfs: it does not say
+        return
     if needed_bytes > 0 and needed_bytes + safety_margin_bytes > free_bytes:
         gib = 1 << 30
         raise SpaceError(

@@ -21,7 +21,7 @@ def find_layers(model: GGUFModel) -> list[Layer]:
     for tensor in model.tensors.values():
         match = ROUTED_NAME.match(tensor.name)
         # A layer of one expert has nothing to route: its tensors are written with two dimensions.
-        if match and len(tensor.ne) == 3:
+        if match and len(tensor.ne) >= 3 and tensor.ne[3:] in ((), (1,)):
             key = (int(match[1]), match[3])
             groups.setdefault(key, []).append(_weight(match[2], tensor))
     if not groups:

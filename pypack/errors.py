@@ -8,6 +8,7 @@ ExpertPackError           one clear sentence; the CLI prints it and exits 1
 ├── DirectIOError         a file system or device that cannot do what direct I/O needs
 ├── ReadError             the operating system refused a read or a write (carries ``errno``)
 ├── SpaceError            not enough room on the disk
+├── DecodeError           a decode failed because an expert could not be brought in
 ├── UsageError            options or paths that contradict each other or what is on the disk
 └── NativeError           the native library is missing, too old, or has another ABI
 """

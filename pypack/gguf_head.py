@@ -179,7 +179,7 @@ def _parse(cursor: _Cursor, file_id: int) -> Head:
     n_tensors, n_kv = _parse_header(cursor)
     metadata = _parse_metadata(cursor, n_kv)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 31:
+    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 31:
         raise cursor.fail(f"general.alignment must be a power of two, found {alignment!r}")
     table = [_parse_tensor(cursor, file_id, i) for i in range(n_tensors)]
     sha256 = cursor.sha256()

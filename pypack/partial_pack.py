@@ -26,6 +26,7 @@ class PartialPack:
         except OSError as error:
             raise write_error(path, error) from error
         self._direct_fd = self._open_direct()
+        self._direct = self._direct_fd != self._fd
 
     def __enter__(self) -> PartialPack:
         return self
@@ -77,16 +78,20 @@ class PartialPack:
         view = data.data
         done = 0
         while done < len(view):
+            direct = self._direct
             try:
-                n = os.pwrite(self._direct_fd, view[done:], offset + done)
+                n = os.pwrite(self._direct_fd if direct else self._fd, view[done:], offset + done)
             except OSError as error:
+                if direct and error.errno == errno.EINVAL:
+                    self._direct = False  # the file system took O_DIRECT when opening, but cannot do it
+                    continue
                 raise write_error(self.path, error, kept=True) from error
             # A short direct write must go on at an aligned place.
             step = n if done + n == len(view) else n // ALIGNMENT * ALIGNMENT
             if step == 0:
                 raise write_error(self.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), kept=True)
             done += step
-        if self._direct_fd == self._fd:
+        if not self._direct:
             os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
 
     def write_index(self, entries: Index, first_key: int) -> None:

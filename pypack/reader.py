@@ -14,6 +14,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal, NamedTuple, Protocol
@@ -23,7 +24,7 @@ import xxhash
 
 from pypack.counters import Counter, Counters
 from pypack.direct_io import PreadInto, address, aligned_buffer, open_file, pread_into, read_exact
-from pypack.errors import ReadError, UsageError
+from pypack.errors import PackError, ReadError, UsageError
 from pypack.layout import ALIGNMENT, Layer, align_up
 from pypack.pack import Extent
 
@@ -63,21 +64,20 @@ class _Segment(NamedTuple):
 _Part = list[_Segment]
 
 
+@dataclass(eq=False)
 class _Block:
     """One expert on its way."""
 
-    __slots__ = ("dest", "error", "expert", "failed", "layer", "n_left", "on_done", "parts", "retries_left")
-
-    def __init__(self, layer: int, expert: int, dest: memoryview, on_done: OnDone, retries: int) -> None:
-        self.layer = layer
-        self.expert = expert
-        self.dest = dest
-        self.on_done = on_done
-        self.retries_left = retries
-        self.parts: list[_Part] = []
-        self.n_left = 0
-        self.failed: list[_Part] = []
-        self.error: ReadError | None = None
+    layer: int
+    expert: int
+    extents: tuple[Extent, ...]
+    dest: memoryview
+    on_done: OnDone
+    retries_left: int
+    parts: list[_Part] = field(default_factory=list)
+    n_left: int = 0  # parts not yet ended
+    failed: list[_Part] = field(default_factory=list)
+    error: ReadError | None = None
 
 
 class Reader:
@@ -145,9 +145,12 @@ class Reader:
 
         ``dest``: writable, block_bytes long, with direct I/O page-aligned; the caller's until it calls, the
         reader's until ``on_done``. ``on_done`` comes from a reader thread, exactly once; it may submit.
-        Raises ValueError for a wrong argument and RuntimeError after :meth:`close`, and calls nothing then.
+        Raises ValueError for a wrong argument, RuntimeError after :meth:`close` and :class:`PackError` for
+        extents that do not fit; ``on_done`` is not called then.
         """
-        block = _Block(layer, expert, self._checked_dest(layer, expert, dest), on_done, self._retries)
+        dest = self._checked_dest(layer, expert, dest)
+        extents = self._checked_extents(layer, expert)
+        block = _Block(layer, expert, extents, dest, on_done, self._retries)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reader is closed")
@@ -186,12 +189,20 @@ class Reader:
             raise ValueError(f"direct I/O needs memory aligned to {ALIGNMENT} bytes, not {address(dest):#x}")
         return dest.cast("B")
 
+    def _checked_extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
+        extents = self._pack.extents(layer, expert)
+        end = self._layers[layer].block_bytes
+        for extent in extents:
+            fits = extent.dest_offset >= 0 and extent.dest_offset + extent.length <= end
+            if not (fits and extent.length > 0 and extent.offset >= 0 and 0 <= extent.file_id < len(self._pack.files)):
+                raise PackError(f"expert {expert} of layer {layer} does not fit its block of {end} bytes: {extent}")
+        return extents
+
     def _start(self, block: _Block) -> None:
-        extents = self._pack.extents(block.layer, block.expert)
-        _zero_gaps(block.dest, extents)
+        _zero_gaps(block.dest, block.extents)
         n_idle = len(self._threads) // self._n_in_flight
         n_parts = min(self._read_splits, max(1, n_idle), -(-len(block.dest) // _PART_BYTES_MIN))
-        block.parts = _cut(extents, n_parts)
+        block.parts = _cut(block.extents, n_parts)
         self._enqueue(block, block.parts)
 
     def _enqueue(self, block: _Block, parts: list[_Part]) -> None:

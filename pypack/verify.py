@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-from pypack.assemble import BlockSource, Buffers, Chunk, RangeReader, plan_chunks
-from pypack.convert import DEFAULT_JOBS
-from pypack.errors import PackError, SourceMismatchError
+from pypack.assemble import BlockSource, Buffers, Bytes, Chunk, RangeReader, plan_chunks
+from pypack.errors import PackError, SourceMismatchError, UsageError
 from pypack.gguf_source import read_model
 from pypack.pack import Pack, open_pack
 from pypack.progress import Progress, Silent
+from pypack.workers import DEFAULT_JOBS, check_jobs, map_in_order
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ def verify(
         deep: read every block and compare its hash with the index.
         source: model that the pack must belong to; with ``deep``, its bytes must be those of the pack.
     """
+    check_jobs(jobs)
     pack = open_pack(pack_path)
     if source is not None:
         pack.check_source(source)
@@ -65,23 +65,11 @@ def _verify_blocks(pack: Pack, source: str | os.PathLike[str] | None, jobs: int,
         checker = _Checker(pack, reader, model, Path(source) if source is not None else None)
         progress.start(pack.payload_bytes, 0)
         stack.callback(progress.close)
-        pool = ThreadPoolExecutor(jobs, thread_name_prefix="verify")
-        pending: deque[tuple[Chunk, Future[None]]] = deque()
-        try:
-            for chunk in plan_chunks(pack.layers):
-                pending.append((chunk, pool.submit(checker.check, chunk)))
-                if len(pending) >= 4 * jobs:
-                    _collect(pending, progress)
-            while pending:
-                _collect(pending, progress)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _collect(pending: deque[tuple[Chunk, Future[None]]], progress: Progress) -> None:
-    chunk, future = pending.popleft()
-    future.result()
-    progress.advance(chunk.size_bytes)
+        checked = stack.enter_context(
+            closing(map_in_order(checker.check, plan_chunks(pack.layers), jobs, checker.stop))
+        )
+        for chunk, _ in checked:
+            progress.advance(chunk.size_bytes)
 
 
 class _Checker:
@@ -90,28 +78,29 @@ class _Checker:
     def __init__(self, pack: Pack, reader: RangeReader, model: BlockSource | None, source: Path | None) -> None:
         self._pack, self._reader, self._model, self._source = pack, reader, model, source
         self._local = threading.local()
+        self.stop = threading.Event()
 
     def check(self, chunk: Chunk) -> None:
         buffers: Buffers | None = getattr(self._local, "buffers", None)
         if buffers is None:
             buffers = self._local.buffers = Buffers()
-        self._compare(chunk, self._hash_pack(chunk, buffers), self._pack.path)
-        if self._model is not None:
-            self._compare(chunk, self._hash_model(chunk, buffers, self._model), self._source)
+        reader, model, n = self._reader, self._model, chunk.n_experts
 
-    def _hash_pack(self, chunk: Chunk, buffers: Buffers) -> list[bytes]:
-        n = chunk.n_experts
-        hashes = [xxhash.xxh3_128() for _ in range(n)]
-        for start, stop in chunk.pieces():
-            data = self._reader.read(chunk.pack_offset + start, n * (stop - start), buffers.scratch)
-            for hash_, rows in zip(hashes, data.reshape(n, stop - start), strict=True):
-                hash_.update(rows.data)
-        return [hash_.digest() for hash_ in hashes]
+        def from_pack(start: int, stop: int) -> Bytes:
+            data = reader.read(chunk.pack_offset + start, n * (stop - start), buffers.scratch)
+            return data.reshape(n, stop - start)
 
-    def _hash_model(self, chunk: Chunk, buffers: Buffers, model: BlockSource) -> list[bytes]:
+        self._compare(chunk, self._digests(chunk, from_pack), self._pack.path)
+        if model is not None:
+            digests = self._digests(chunk, lambda start, stop: model.fill(chunk, start, stop, buffers))
+            self._compare(chunk, digests, self._source)
+
+    def _digests(self, chunk: Chunk, read: Callable[[int, int], Bytes]) -> list[bytes]:
         hashes = [xxhash.xxh3_128() for _ in range(chunk.n_experts)]
         for start, stop in chunk.pieces():
-            for hash_, rows in zip(hashes, model.fill(chunk, start, stop, buffers), strict=True):
+            if self.stop.is_set():
+                raise UsageError("the verification was stopped")
+            for hash_, rows in zip(hashes, read(start, stop), strict=True):
                 hash_.update(rows.data)
         return [hash_.digest() for hash_ in hashes]
 

@@ -46,7 +46,7 @@ def evaluate(llm: Any, batches: list[int]) -> np.ndarray:
 def run(job: dict[str, Any], out: Path) -> None:
     found: dict[str, Any] = {}
     try:
-        options = {"n_ctx": 256, "n_batch": 64, "n_threads": 2, "n_threads_batch": 2, **job["llama"]}
+        options = {"n_ctx": 256, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1, **job["llama"]}
         llm = llama_class(job["stock"])(job["model"], logits_all=True, verbose=False, **options)
         try:
             np.save(out / f"{job['id']}.npy", evaluate(llm, job["batches"]))

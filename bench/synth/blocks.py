@@ -7,6 +7,7 @@ stable across versions: the same seed gives the same bytes on every machine.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def uniform(bits: np.random.SFC64, n: int, rms: float) -> NDArray[np.float32]:
     """`n` float32 around zero with the given root mean square."""
     raw = random_bytes(bits, 4 * n).view(np.uint32) >> 8
     values: NDArray[np.float32] = raw.astype(np.float32) * np.float32(2**-23) - np.float32(1)
-    values *= np.float32(rms * 3**0.5)
+    values *= np.float32(rms * math.sqrt(3))
     return values
 
 

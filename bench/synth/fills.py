@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ Chunks = Iterator[NDArray[Any]]
 
 def _weight(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
     """A projection that keeps the size of its input: rms = gain / sqrt(columns)."""
-    return weights(tensor.type, bits, tensor.n_elements, tensor.gain / tensor.ne[0] ** 0.5)
+    return weights(tensor.type, bits, tensor.n_elements, tensor.gain / math.sqrt(tensor.ne[0]))
 
 
 def _embedding(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
@@ -30,17 +31,19 @@ def _norm(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
 
 def _negative(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
     """State decay of a recurrent layer, in [-2 gain, -gain)."""
-    yield -tensor.gain * (1 + np.abs(uniform(bits, tensor.n_elements, 3**-0.5)))
+    yield -tensor.gain * (1 + np.abs(uniform(bits, tensor.n_elements, 1 / math.sqrt(3))))
 
 
 def _router(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
     """A router with favourites: a long row wins more often, so a few experts get much of the work.
 
-    `gain` is the spread of the rows' lengths (standard deviation of their logarithm); 0 makes experts equal.
+    `gain`, 0 to 1, is about the standard deviation of the logarithm of the rows' lengths; 0 makes experts equal.
     """
     n_columns, n_experts = tensor.ne
-    lengths = np.exp(tensor.gain * uniform(bits, n_experts, 1.0))[:, None]
-    rows = uniform(bits, tensor.n_elements, 2 / n_columns**0.5).reshape(n_experts, n_columns)
+    # (1 + x) / (1 - x) stands in for exp(2 x), whose last bit depends on the machine.
+    x = uniform(bits, n_experts, tensor.gain / 2)[:, None]
+    lengths = (1 + x) / (1 - x)
+    rows = uniform(bits, tensor.n_elements, 2 / math.sqrt(n_columns)).reshape(n_experts, n_columns)
     yield (rows * lengths).astype(np.float32)
 
 

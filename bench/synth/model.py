@@ -53,7 +53,7 @@ def metadata(shape: Shape) -> dict[str, Any]:
     return {"general.architecture": shape.arch, "general.name": f"synthetic {shape.arch}", **named}
 
 
-def test_tokenizer(n_vocab: int) -> dict[str, Any]:
+def numbered_tokenizer(n_vocab: int) -> dict[str, Any]:
     """llama.cpp's own tokenizer for tests: any text has tokens, and tokens print as their number."""
     return {
         "tokenizer.ggml.model": "test",
@@ -70,7 +70,7 @@ def write_model(path: Path, shape: Shape, *, seed: int = 1, n_shards: int = 1, t
     """
     values, raw = metadata(shape), []
     if tokenizer is None:
-        values |= test_tokenizer(shape.n_vocab)
+        values |= numbered_tokenizer(shape.n_vocab)
     else:
         raw = read_kv(tokenizer, "tokenizer.")
     return write_gguf(path, values, tensors(shape), seed=seed, raw_kv=raw, n_shards=n_shards)

@@ -16,6 +16,7 @@ from pypack.errors import ExpertPackError, GGUFError
 from pypack.gguf_source import read_model
 from tests.gguf_bytes import (
     ARRAY,
+    BOOL,
     F32,
     GGUF,
     I32,
@@ -91,6 +92,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "alignment-48": (with_kv(kv("general.alignment", U32, 48)), "power of two, found 48"),
     "alignment-float": (with_kv(kv("general.alignment", F32, 32.0)), "power of two, found 32.0"),
     "alignment-text": (with_kv(text("general.alignment", "32")), "power of two, found '32'"),
+    "alignment-bool": (with_kv(kv("general.alignment", BOOL, 1)), "power of two, found True"),
     "alignment-huge": (with_kv(kv("general.alignment", U32, 1 << 31)), "truncated or out of range"),
     "tensor-type-unknown": (with_tensors(T("a", (32,), 999, data=bytes(32))), "unknown ggml type 999"),
     "tensor-type-removed": (with_tensors(T("a", (32,), 4, data=bytes(32))), "unknown ggml type 4"),

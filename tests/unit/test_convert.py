@@ -102,6 +102,24 @@ def test_without_direct_io(model: Path, reference: tuple[bytes, bytes], monkeypa
     assert verify(path, deep=True, source=model).hashed_bytes > 0
 
 
+def test_direct_writes_that_fail_only_when_tried(
+    model: Path, reference: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems open a file with O_DIRECT and then refuse to write."""
+    pwrite = os.pwrite
+    refused = []
+
+    def picky(fd: int, data: bytes, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(fd)
+            raise OSError(22, "Invalid argument")
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", picky)
+    assert files_of(run(model, jobs=1).path) == reference
+    assert len(refused) == 1
+
+
 def test_short_reads_and_writes(model: Path, reference: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every system call may do less than asked for."""
     preadv, pwrite = os.preadv, os.pwrite

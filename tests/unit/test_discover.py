@@ -72,6 +72,12 @@ def test_a_single_expert_is_not_routed(tmp_path: Path) -> None:
     assert [layer.block for layer in layers] == [1]
 
 
+def test_fourth_dimension_of_one_says_nothing(tmp_path: Path) -> None:
+    names = [f"blk.0.ffn_{role}_exps.weight" for role in ("up", "down")]
+    (layer,) = layers_of(tmp_path, T(names[0], (64, 32, 4, 1)), T(names[1], (32, 64, 4, 1)), *moe_tensors(1))[:1]
+    assert [role.ne for role in layer.roles] == [(64, 32, 4), (32, 64, 4)]
+
+
 def test_top_k_may_be_an_array(tmp_path: Path) -> None:
     kv = [entry for entry in facts() if b"expert_used_count" not in entry]
     model = GGUF([*kv, array("test.expert_used_count", 4, [0, 6, 2])], moe_tensors(0))

@@ -14,7 +14,7 @@ import pytest
 
 from pypack.counters import Counters
 from pypack.direct_io import aligned_buffer, pread_into
-from pypack.errors import DirectIOError, ReadError, UsageError
+from pypack.errors import DirectIOError, PackError, ReadError, UsageError
 from pypack.layout import Layer
 from pypack.pack import Extent
 from pypack.reader import Reader, _cut
@@ -349,6 +349,27 @@ def test_wrong_destinations_and_experts(tmp_path: Path) -> None:
         for layer, expert in ((1, 0), (-1, 0), (0, 2), (0, -1)):
             with pytest.raises(ValueError, match="no expert"):
                 reader.submit(layer, expert, aligned_buffer(8192), called.append)
+    assert called == []
+
+
+@pytest.mark.parametrize(
+    "extent",
+    [
+        Extent(0, 0, 8193, 0),
+        Extent(0, 0, 4096, 4097),
+        Extent(1, 0, 8192, 0),
+        Extent(0, -4096, 8192, 0),
+        Extent(0, 0, 0, 0),
+        Extent(0, 0, 4096, -1),
+    ],
+)
+def test_extents_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extent: Extent) -> None:
+    pack = FakePack(tmp_path / "pack", 2, 8192)
+    called: list[Any] = []
+    with open_reader(pack) as (reader, _):
+        monkeypatch.setattr(pack, "extents", lambda layer, expert: (extent,))
+        with pytest.raises(PackError, match="expert 1 of layer 0 does not fit"):
+            reader.submit(0, 1, aligned_buffer(8192), called.append)
     assert called == []
 
 

@@ -1,0 +1,166 @@
+"""The expert-pack command: help everywhere, one line for an error, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from pypack import __version__
+from pypack.cli import cli
+from pypack.convert import convert
+from tests.gguf_bytes import GGUF, T, facts, moe_tensors, split, tiny_moe
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
+
+
+def commands() -> Iterator[tuple[str, click.Command]]:
+    yield "expert-pack", cli
+    yield from cli.commands.items()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tensors = [*moe_tensors(0), *moe_tensors(1), *moe_tensors(2, types=(1, 1, 0))]
+    return GGUF(facts(), tensors).write(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(("name", "command"), list(commands()))
+def test_every_command_and_option_has_help(name: str, command: click.Command) -> None:
+    assert command.help
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, f"{name} {parameter.opts}"
+        else:
+            assert parameter.human_readable_name in command.help
+
+
+def test_the_three_commands() -> None:
+    assert set(cli.commands) == {"convert", "verify", "inspect"}
+
+
+@pytest.mark.parametrize("args", [["--help"], ["-h"], ["convert", "--help"], ["verify", "-h"], ["inspect", "-h"]])
+def test_help(args: list[str]) -> None:
+    result = run(*args)
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+def test_version() -> None:
+    assert run("--version").output == f"expert-pack, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["convert", "x.gguf", "--frobnicate"],
+        ["verify", "x", "--shallow"],
+        ["inspect"],
+        ["repack"],
+        ["convert", "x.gguf", "--jobs", "0"],
+        ["convert", "x.gguf", "--jobs", "many"],
+        ["convert", "x.gguf", "--safety-margin-gib", "-1"],
+        ["convert", "x.gguf", "--safety-margin-gib", "nan"],
+    ],
+)
+def test_wrong_usage(args: list[str]) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert "Error: " in result.stderr
+
+
+def test_convert_verify_inspect(model: Path) -> None:
+    pack = model.with_name("model.expert-pack")
+    result = run("convert", model, "--safety-margin-gib", 0)
+    assert (result.exit_code, result.stdout) == (0, f"{pack} is complete ({pack.stat().st_size} bytes)\n")
+    assert pack.stat().st_size == 8192 + 8 * 32768 + 4 * 20480
+    assert "convert: 100 % of 0.00 GB" in result.stderr
+    again = run("convert", model)
+    assert again.stdout == f"{pack} is already complete ({pack.stat().st_size} bytes)\n"
+    assert "bytes hashed, made from the given model" in run("verify", pack, "--deep", "--source", model).stdout
+    assert "structure checked, blocks not read" in run("verify", pack).stdout
+    assert run("inspect", pack).exit_code == 0
+
+
+def test_error_is_one_line(tmp_path: Path) -> None:
+    page = tmp_path / "model.gguf"
+    page.write_bytes(b"<html>")
+    for args in (["convert", page], ["inspect", page], ["verify", page], ["verify", tmp_path / "no.expert-pack"]):
+        result = run(*args)
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+
+
+def test_installed_as_a_module(model: Path) -> None:
+    """A real process: no traceback, exit code 1."""
+    done = subprocess.run([sys.executable, "-m", "pypack.cli", "verify", str(model)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {model} is not an expert pack: it starts with {model.read_bytes()[:8]!r}" + (
+        " instead of b'LXPTPACK'\n"
+    )
+
+
+def test_inspect_table(model: Path) -> None:
+    pack = convert(model, safety_margin_bytes=0).path
+    lines = run("inspect", pack).stdout.splitlines()
+    assert lines[0] == f"{pack}: expert pack of Tiny Test (test), top-2"
+    assert lines[1].startswith("3 layers, 12 experts, ")
+    rows = [line.split() for line in lines[4:]]
+    assert [row[:5] for row in rows] == [
+        ["0-1", "0-1", "exps", "4", "32768"],
+        ["2", "2", "exps", "4", "20480"],
+    ]
+    assert "gate F16 64x32, up F16 64x32, down F32 32x64" in lines[5]
+
+
+def test_inspect_says_the_same_of_model_and_pack(model: Path) -> None:
+    pack = convert(model, safety_margin_bytes=0).path
+    of_model = json.loads(run("inspect", model, "--json").stdout)
+    of_pack = json.loads(run("inspect", pack, "--json").stdout)
+    assert (of_model.pop("kind"), of_pack.pop("kind")) == ("gguf", "pack")
+    assert (of_model.pop("path"), of_pack.pop("path")) == (str(model), str(pack))
+    assert of_model == of_pack
+    assert of_pack["n_experts"] == 12
+    assert of_pack["payload_bytes"] == 8 * 32768 + 4 * 20480
+    assert of_pack["expert_bytes"] == 8 * 24576 + 4 * (2 * 4096 + 8192)
+    assert of_pack["layers"][2]["roles"][0]["type_name"] == "F16"
+
+
+def test_inspect_shards(tmp_path: Path) -> None:
+    paths = split(tiny_moe(), [4, 5], tmp_path)
+    assert "2 layers, 8 experts" in run("inspect", paths[0]).stdout
+
+
+def test_inspect_with_budget(model: Path) -> None:
+    found = json.loads(run("inspect", model, "--json", "--budget", "300000").stdout)
+    assert found["budget_bytes"] == 300_000
+    pools = {(p["block_bytes"], p["n_layers"], p["n_experts"]) for p in found["pools"]}
+    assert pools == {(20480, 1, 4), (32768, 2, 8)}
+    used = sum(p["block_bytes"] * p["n_slots"] for p in found["pools"])
+    assert 300_000 - 20480 < used <= 300_000
+    assert "with a cache of" in run("inspect", model, "--budget", "100%").stdout
+    assert "8 of 8 experts of 32768 bytes (100 %, 2 layers)" in run("inspect", model, "--budget", "1GiB").stdout
+
+
+@pytest.mark.parametrize(("budget", "sentence"), [("1", "is too small"), ("lots", "is not a size")])
+def test_inspect_with_wrong_budget(budget: str, sentence: str, model: Path) -> None:
+    result = run("inspect", model, "--budget", budget)
+    assert result.exit_code == 1
+    assert sentence in result.stderr
+
+
+def test_inspect_dense_model(tmp_path: Path) -> None:
+    path = GGUF(facts("llama"), [T("blk.0.ffn_up.weight", (64, 32))]).write(tmp_path / "dense.gguf")
+    result = run("inspect", path)
+    assert result.exit_code == 1
+    assert "dense model, architecture 'llama'" in result.stderr

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-STOCK_LIB = ROOT / "build" / "stock" / "bin"
+STOCK_LIB = Path(os.environ.get("EXPERT_PACK_STOCK_LIB") or ROOT / "build" / "stock" / "bin")
 
 
 def environment(stock: bool) -> dict[str, str]:
     """Environment variables for a process that runs stock, or ours. Raises FileNotFoundError if stock is not built."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     variables.pop("LLAMA_CPP_LIB_PATH", None)
     if stock:
         if not (STOCK_LIB / "libllama.so").exists():

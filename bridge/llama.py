@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-from bridge import library
+from bridge import interrupts, library
 from pypack.counters import ExpertStats
 from pypack.errors import DecodeError, UsageError
 from pypack.pack import Pack, find_pack, open_pack
@@ -77,6 +78,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         self._provider: Provider | None = None
         self._stats_writer: StatsWriter | None = None
         self._must_replay = False
+        self._batch_ends: list[int] = []  # token counts at which the evaluated batches ended, rising
         model_path = os.fspath(model_path)
         try:
             if expert_pack is not None and expert_pack is not False:
@@ -99,7 +101,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
             if self._provider is not None:
                 self._watch_decode(self._provider)
                 if not llama_kwargs.get("vocab_only", False):
-                    self._provider.start()
+                    with interrupts.held_back():
+                        self._provider.start()
                 if expert_stats_path is not None:
                     self._stats_writer = StatsWriter(expert_stats_path, expert_stats_interval, self._provider.stats)
         except BaseException:
@@ -117,14 +120,38 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
 
         Raises DecodeError if an expert could not be read; the call may be repeated.
         """
+        if self._provider is None:
+            super().eval(tokens)
+            return
         if self._must_replay:
             self._replay()
         n_before = self.n_tokens
         try:
             super().eval(tokens)
-        except DecodeError:
+        except BaseException:
             self._roll_back(n_before)
             raise
+        self._note_batches(n_before)
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``llama_cpp.Llama.embed``. If it raises, nothing is evaluated, as after it."""
+        try:
+            return super().embed(*args, **kwargs)
+        except DecodeError:
+            self._ctx.kv_cache_clear()
+            self.reset()
+            raise
+
+    def save_state(self) -> Any:
+        """As ``llama_cpp.Llama.save_state``. Raises DecodeError like eval()."""
+        if self._must_replay:
+            self._replay()
+        return super().save_state()
+
+    def load_state(self, state: Any) -> None:
+        """As ``llama_cpp.Llama.load_state``."""
+        super().load_state(state)
+        self._must_replay = False
 
     def reset(self) -> None:
         """Forget all evaluated tokens."""
@@ -135,16 +162,15 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         """Free the model, then the pack. Further calls do nothing; any other use raises RuntimeError."""
         if getattr(self, "_stack", None) is not None:
             super().close()
-            for name in ("_model", "_ctx", "_batch"):
+            for name in ("_model", "_ctx", "_batch", "tokenizer_"):
                 if hasattr(self, name):
                     setattr(self, name, _Closed())
-        if getattr(self, "_stats_writer", None) is not None:
-            self._stats_writer.close()
-        if getattr(self, "_provider", None) is not None:
-            self._provider.close()
+        for part in (getattr(self, "_stats_writer", None), getattr(self, "_provider", None)):
+            if part is not None:
+                part.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | self._expert_args
+        return {**super().__getstate__(), **self._expert_args}
 
     # llama_cpp assigns the parameters once and loads the model with them; this is the only place to change them.
     @property
@@ -164,7 +190,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         def watched(batch: Any) -> None:
             n_failures = provider.stats().failures
             try:
-                decode(batch)
+                with interrupts.held_back():
+                    decode(batch)
             except RuntimeError as error:
                 if provider.stats().failures == n_failures:
                     raise
@@ -175,27 +202,35 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
     def _roll_back(self, n_before: int) -> None:
         """Bring back the state of n_before tokens, now or, where the memory can't be cut, at the next eval."""
         self.n_tokens = n_before
+        self._requires_eval = True  # the context holds no logits of these tokens
         memory = llama_cpp.llama_get_memory(self._ctx.ctx)
         cuts_exactly = not (self._is_recurrent or self._is_hybrid or llama_cpp.llama_model_n_swa(self._model.model) > 0)
         if not (cuts_exactly and llama_cpp.llama_memory_seq_rm(memory, -1, n_before, -1)):
             self._must_replay = True
 
     def _replay(self) -> None:
+        """Evaluate what was evaluated before, in the same batches: others would round differently."""
         kept = self.input_ids[: self.n_tokens].tolist()
+        ends = self._batch_ends[: bisect_right(self._batch_ends, len(kept))]
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx.ctx), True)
         self.n_tokens = 0
         try:
-            super().eval(kept)
-        except DecodeError:
+            for start, end in zip([0, *ends], [*ends, len(kept)], strict=True):
+                super().eval(kept[start:end])
+        except BaseException:
             self.n_tokens = len(kept)
             raise
         self._must_replay = False
+
+    def _note_batches(self, n_before: int) -> None:
+        del self._batch_ends[bisect_right(self._batch_ends, n_before) :]
+        self._batch_ends += [*range(n_before + self.n_batch, self.n_tokens, self.n_batch), self.n_tokens]
 
 
 def _open_checked(model_path: str, expert_pack: str | os.PathLike[str] | bool) -> Pack:
     if not os.path.exists(model_path):  # noqa: PTH110
         raise ValueError(f"Model path does not exist: {model_path}")
-    pack = open_pack(find_pack(model_path) if expert_pack is True else expert_pack)
+    pack = open_pack(find_pack(model_path) if isinstance(expert_pack, bool) else expert_pack)
     pack.check_source(model_path)
     return pack
 

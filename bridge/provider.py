@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bridge._provider import ffi, lib
+from bridge.library import build_info
 from pypack.budget import cache_budget, parse_size, plan_pools
 from pypack.cache import ExpertCache
 from pypack.counters import Counters, ExpertStats
@@ -20,6 +21,7 @@ from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError
 from pypack.host_memory import host_memory_free
 from pypack.policy import make_policy
 from pypack.reader import Reader
+from pypack.staging import StagingPool
 
 if TYPE_CHECKING:
     from pypack.pack import Pack
@@ -54,7 +56,8 @@ class Provider:
         self._top_k = top_k
         self._budget = cache
         self._reserve_bytes = parse_size(reserve, host_memory_free())
-        self._slots: list[memoryview] = []  # [n_slots] host memory
+        self._stage_slots = stage_slots
+        self._slots: list[memoryview | StagingPool] = []  # [n_slots] host memory, or how to get there
         self._error: ExpertPackError | None = None
         self.counters = Counters()
         self.cache = ExpertCache(pack.layers, make_policy(policy), self.counters)
@@ -87,8 +90,9 @@ class Provider:
 
     def take_error(self) -> str:
         """Why the last decode failed, one sentence."""
-        if self._error is not None:
-            return str(self._error)
+        error, self._error = self._error, None
+        if error is not None:
+            return str(error)
         return _text(lib.expert_store_error(self._store)) if self._store != ffi.NULL else ""
 
     def close(self) -> None:
@@ -103,12 +107,14 @@ class Provider:
 
     # ---- callbacks: on the thread that computes, in any thread state; see _guarded
 
-    def open_arena(self, device: str, layers: Sequence[int]) -> None:
+    def open_arena(self, device: str, free_bytes: int, layers: Sequence[int]) -> None:
         described = [self._pack.layers[index] for index in layers]
-        free_bytes = host_memory_free()
+        is_host = device == "CPU"
+        if is_host:
+            free_bytes = host_memory_free()
         plan = plan_pools(
             described,
-            cache_budget(self._budget, described, free_bytes, self._reserve_bytes),
+            cache_budget(self._budget, described, free_bytes, self._reserve_bytes, auto_share=0.5 if is_host else 1.0),
             self._top_k,
             device,
             free_bytes=free_bytes,
@@ -116,21 +122,36 @@ class Provider:
         )
         offsets = plan.offsets()
         host = ffi.new("void **")
-        first_slot = self.cache.n_slots
         if not lib.expert_store_add_arena(
             self._store,
             device.encode(),
             plan.arena_bytes,
-            first_slot,
+            self.cache.n_slots,
             plan.n_slots,
             ffi.from_buffer("uint64_t[]", offsets),
             host,
         ):
             raise BudgetError(_last_error())
+        if host[0] == ffi.NULL:
+            self._slots += [self._staging_pool(device)] * plan.n_slots
+        else:
+            arena = memoryview(ffi.buffer(host[0], plan.arena_bytes))
+            sizes = [pool.block_bytes for pool in plan.pools for _ in range(pool.n_slots)]
+            self._slots += [arena[o : o + n] for o, n in zip(offsets.tolist(), sizes, strict=True)]
         self.cache.add_arena(plan)
-        arena = memoryview(ffi.buffer(host[0], plan.arena_bytes))
-        sizes = [pool.block_bytes for pool in plan.pools for _ in range(pool.n_slots)]
-        self._slots += [arena[o : o + n] for o, n in zip(offsets.tolist(), sizes, strict=True)]
+
+    def _staging_pool(self, device: str) -> StagingPool:
+        block_bytes = max(layer.block_bytes for layer in self._pack.layers)
+        pinned = ffi.new("int *")
+        n_bytes = block_bytes * self._stage_slots
+        start = lib.expert_store_alloc_staging(self._store, device.encode(), n_bytes, pinned)
+        if start == ffi.NULL:
+            raise BudgetError(_last_error())
+        if not pinned[0]:
+            _log.warning("the %d bytes of staging memory for %s are not page-locked: copies will be slower", n_bytes, device)
+        memory = memoryview(ffi.buffer(start, n_bytes))
+        buffers = [memory[i * block_bytes : (i + 1) * block_bytes] for i in range(self._stage_slots)]
+        return StagingPool(self._reader, self._pack.layers, buffers)
 
     def fetch(self, layer: int, missing: list[int], active: list[int]) -> list[int]:
         slots = self.cache.fetch(layer, missing, active)
@@ -144,24 +165,38 @@ class Provider:
 
     def _read(self, layer: int, expert: int, slot: int) -> None:
         """Start a read; whatever happens, native hears of it."""
+        source = ffi.NULL  # the slot itself
+
+        def deliver(block: memoryview) -> None:
+            nonlocal source
+            source = ffi.from_buffer(block)
 
         def done(error: ReadError | None) -> None:
             if error is None:
                 self.cache.resident(slot)
-                lib.expert_store_commit(self._store, layer, expert, slot)
+                lib.expert_store_commit(self._store, layer, expert, slot, source)
             else:
                 self.cache.rollback(slot)
                 lib.expert_store_fail(self._store, layer, expert, str(error).encode())
 
+        place = self._slots[slot]
         try:
-            self._reader.submit(layer, expert, self._slots[slot], done)
+            if isinstance(place, StagingPool):
+                place.submit(layer, expert, deliver, done)
+            else:
+                self._reader.submit(layer, expert, place, done)
         except Exception as error:
             done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
 
     # ---- registration
 
     def _check_budget(self) -> None:
-        """A budget that can never do is refused before the model is loaded, which takes long."""
+        """A budget that can never do is refused before the model is loaded, which takes long.
+
+        With a GPU only open_arena knows what is left for experts.
+        """
+        if build_info()["cuda"]:
+            return
         layers, free_bytes = self._pack.layers, host_memory_free()
         budget = cache_budget(self._budget, layers, free_bytes, self._reserve_bytes)
         plan_pools(layers, budget, self._top_k, free_bytes=free_bytes, reserve_bytes=self._reserve_bytes)
@@ -195,7 +230,7 @@ class Provider:
 def expert_pack_open_arena(user: Any, device: Any, free_bytes: int, layers: Any, n_layers: int) -> int:
     provider: Provider = ffi.from_handle(user)
     try:
-        provider.open_arena(_text(device), ffi.unpack(layers, n_layers))
+        provider.open_arena(_text(device), free_bytes, ffi.unpack(layers, n_layers))
     except Exception as error:
         provider.keep(error if isinstance(error, ExpertPackError) else _unexpected(error))
         return 0

@@ -17,7 +17,7 @@ from pypack.layout import ALIGNMENT, Layer
 
 Bytes = NDArray[np.uint8]
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 32 << 20  # two experts of a large model: reads of several MiB even where three roles share it
 
 
 class Chunk(NamedTuple):

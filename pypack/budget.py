@@ -59,14 +59,21 @@ def parse_size(size: str | int | float, total_bytes: int) -> int:
     return int(n_bytes)
 
 
-def cache_budget(requested: str | int | float, layers: Sequence[Layer], free_bytes: int, reserve_bytes: int) -> int:
-    """Bytes asked for by ``requested``: a size, a % of what is free after the reserve, or ``"auto"``.
+def cache_budget(
+    requested: str | int | float,
+    layers: Sequence[Layer],
+    free_bytes: int,
+    reserve_bytes: int,
+    auto_share: float = 0.5,
+) -> int:
+    """Bytes asked for by ``requested``: a size, a percentage of what is free after the reserve, or ``"auto"``.
 
-    The rule of ``"auto"``: all experts if they fit in half of what is free after the reserve, else that half.
+    The rule of ``"auto"``: all experts if they fit in ``auto_share`` of what is free after the reserve, otherwise
+    that share: half of the host's memory, which others need too; all of a GPU's.
     """
     usable = max(0, free_bytes - reserve_bytes)
     if isinstance(requested, str) and requested.strip().lower() == "auto":
-        return min(payload_bytes(layers), usable // 2)
+        return min(payload_bytes(layers), int(usable * auto_share))
     return parse_size(requested, usable)
 
 

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import os
 import threading
+import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ from pypack.progress import Progress, Silent
 from pypack.workers import DEFAULT_JOBS, check_jobs, map_in_order
 
 DEFAULT_SAFETY_MARGIN_BYTES = 1 << 30
+# Every sync makes the drive empty its cache; a kill costs at most this and the layer in work.
+CHECKPOINT_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def convert(
 
     Args:
         output: the pack (ending in .expert-pack) or an existing folder; default: beside the model.
-        jobs: threads, each with up to one read or write of 16 MiB in flight.
+        jobs: threads, each with one read or write of up to 32 MiB in flight.
         safety_margin_bytes: free space that must remain on the disk.
         force: write the pack anew even if there is one, and replace it.
         restart: throw away what an interrupted conversion has written.
@@ -111,6 +114,7 @@ class _Run:
         self.stamp = _source_stamp(model)
         self.index: Index = make_index(plan.layers)
         self.layers_done = 0
+        self.checkpoint_s = time.monotonic()
 
     def prepare(self, restart: bool, safety_margin_bytes: int) -> None:
         """Takes over what an earlier run has written, or clears it; makes sure the rest fits the disk."""
@@ -163,14 +167,19 @@ class _Run:
         rows[:] = np.frombuffer(b"".join(digests), np.uint8).reshape(rows.shape)
         self.progress.advance(chunk.size_bytes)
         if chunk.first_expert + chunk.n_experts == chunk.layer.n_expert:
-            self._checkpoint(chunk.layer)
+            is_last = chunk.layer.index == len(self.plan.layers) - 1
+            if is_last or time.monotonic() - self.checkpoint_s >= CHECKPOINT_INTERVAL_S:
+                self._checkpoint(chunk.layer)
 
     def _checkpoint(self, layer: Layer) -> None:
+        """Makes all layers up to this one safe, then says so in the journal."""
+        start = self.plan.layers[self.layers_done].first_key
         end = layer.first_key + layer.n_expert
-        self.partial.write_index(self.index[layer.first_key : end], layer.first_key)
+        self.partial.write_index(self.index[start:end], start)
         self.partial.sync()
         self.layers_done = layer.index + 1
         self._write_journal(hashlib.sha256(self.index[:end].tobytes()).hexdigest())
+        self.checkpoint_s = time.monotonic()
 
     def _write_journal(self, index_sha256: str) -> None:
         journal = Journal(JOURNAL_FORMAT, self.plan_sha256.hex(), self.stamp, self.layers_done, index_sha256)

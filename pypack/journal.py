@@ -50,11 +50,15 @@ def read_journal(path: Path) -> Journal | None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replaces a file so that after a crash either the old or the new content is there, and syncs it."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        remove(temporary)
+        raise
     sync_folder(path.parent)
 
 

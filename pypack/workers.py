@@ -14,7 +14,7 @@ from pypack.errors import UsageError
 T = TypeVar("T")
 
 DEFAULT_JOBS = 4
-MAX_JOBS = 8  # 33 MiB of buffers each; more transfers of 16 MiB in flight gain nothing
+MAX_JOBS = 6  # 65 MiB of buffers each, so resident memory stays below 512 MiB
 _QUEUED_PER_JOB = 4
 
 

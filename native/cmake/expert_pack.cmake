@@ -21,6 +21,15 @@ expert_pack_sources(ggml-base
 expert_pack_sources(llama ${CMAKE_CURRENT_SOURCE_DIR}/src/llama_expert.cpp)
 patched_sources(ggml-cpu ggml/src/ggml-cpu/ggml-cpu.c ggml/src/ggml-cpu/ggml-cpu.cpp)
 patched_sources(llama src/llama-model-loader.cpp src/llama-adapter.cpp)
+if (EXPERT_PACK_CUDA)
+    list(APPEND our_folders ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda ${LLAMA_CPP_DIR}/ggml/src/ggml-cuda)
+    expert_pack_sources(ggml-cuda
+        ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/expert_cuda.cu
+        ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/expert_cuda_kernels.cu)
+    patched_sources(ggml-cuda
+        ggml/src/ggml-cuda/ggml-cuda.cu ggml/src/ggml-cuda/mmq.cu ggml/src/ggml-cuda/mmvq.cu
+        ggml/src/ggml-cuda/mmvf.cu ggml/src/ggml-cuda/mmf.cu)
+endif()
 
 # bridge/_provider: the provider ABI for Python, in API mode from the same header
 set(provider_c ${CMAKE_BINARY_DIR}/_provider.c)

@@ -99,6 +99,9 @@ void expert_store_free(expert_store * store);
 // 1 on success; else 0 and expert_last_error().
 int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes,
                            int32_t first_slot, int32_t n_slots, const uint64_t * offsets, void ** host);
+// Memory that reads for a device land in before they are copied there: page-aligned, page-locked where the device's
+// driver allows it (*pinned). Lives as long as the store. NULL and expert_last_error() on failure.
+void * expert_store_alloc_staging(expert_store * store, const char * device, uint64_t n_bytes, int * pinned);
 // Opens the arenas of every device that has claimed weights, so that a wrong budget is known before the first
 // decode. 1 on success, else 0 and expert_last_error(). Done on first use otherwise.
 int expert_store_start(expert_store * store);
@@ -106,8 +109,9 @@ int expert_store_start(expert_store * store);
 int32_t expert_store_n_claimed(const expert_store * store);
 
 // A read has ended: the slot holds the expert's bytes, or it could not be filled (why: one sentence, copied).
+// host: where the bytes are if the slot is not host memory; they are copied before the call returns, NULL else.
 // The provider's own books must be right before the call: it may wake a computation that fetches at once.
-void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot);
+void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot, const void * host);
 void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, const char * why);
 
 // Why the last call of this thread failed; why the last failed decode of this store failed. One sentence or "".

@@ -5,7 +5,7 @@
 //           then hand out the resident ones; if there are none, wait until a read ends
 //   end:    the last thread gives the store back
 //
-// Reads go on while the threads compute what is already there.
+// Reads go on while the threads compute what is already there. For a device a pass is as many experts as fit at once.
 #include "expert_store.h"
 
 #include <chrono>
@@ -102,6 +102,12 @@ static void next_pass(expert_store * store, std::unique_lock<std::mutex> & lock)
             fail_op(store, lock);
             return;
         }
+        if (!op.as_they_come && op.n_in_flight > 0) {
+            wait_for_reads(store, lock, true);
+            if (op.failed) {
+                continue;
+            }
+        }
         if (hand_out(store)) {
             return;
         }
@@ -109,39 +115,54 @@ static void next_pass(expert_store * store, std::unique_lock<std::mutex> & lock)
     }
 }
 
-void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads, const int32_t * bad_id) {
-    expert_store * store = ref->store;
-    const expert_layer & layer = store->layers[ref->layer];
-    expert_op & op = store->op;
-
+// Waits for the store, takes it and clears the last op.
+static std::unique_lock<std::mutex> take_store(expert_store * store, int32_t layer, uint64_t role_offset, int n_threads) {
     std::unique_lock<std::mutex> lock(store->mutex);
     store->changed.wait(lock, [&] { return !store->busy; });
     store->busy = true;
-    op.layer       = ref->layer;
-    op.role_offset = layer.roles[ref->role].offset;
-    op.failed      = false;
-    op.n_running   = n_threads;
+    expert_op & op = store->op;
+    op.layer        = layer;
+    op.role_offset  = role_offset;
+    op.as_they_come = true;
+    op.failed       = false;
+    op.n_running    = n_threads;
     op.todo.clear();
-    op.in_flight.assign(layer.n_expert, 0);
-    op.data.assign(layer.n_expert, nullptr);
-    if (bad_id) {
-        store->error = "the router of " + std::string(layer.roles[ref->role].tensor) + " chose expert " +
-            std::to_string(*bad_id) + " of " + std::to_string(layer.n_expert);
+    op.in_flight.assign(store->layers[layer].n_expert, 0);
+    op.data.assign(store->layers[layer].n_expert, nullptr);
+    return lock;
+}
+
+static bool ready_to_compute(expert_store * store, int32_t layer, std::unique_lock<std::mutex> & lock) {
+    lock.unlock();
+    const bool open = expert_store_open_arena(store, store->layer_dev[layer]) != nullptr;
+    lock.lock();
+    if (!open || store->tables.layer_slots[layer] <= 0) {
+        store->error = open ? "the expert cache has no slots for this layer" : expert_last_error();
         fail_op(store, lock);
+        return false;
+    }
+    return true;
+}
+
+void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads, const int32_t * bad_id) {
+    expert_store * store = ref->store;
+    const expert_layer & layer = store->layers[ref->layer];
+    const expert_role  & role  = layer.roles[ref->role];
+    std::unique_lock<std::mutex> lock = take_store(store, ref->layer, role.offset, n_threads);
+    expert_op & op = store->op;
+    if (bad_id) {
+        store->error = "the router of " + std::string(role.tensor) + " chose expert " + std::to_string(*bad_id) + " of " +
+            std::to_string(layer.n_expert);
+        fail_op(store, lock);
+        return;
+    }
+    if (!ready_to_compute(store, ref->layer, lock)) {
         return;
     }
     for (int32_t expert = 0; expert < layer.n_expert; expert++) {
         if (rows[expert] > 0) {
             op.todo.push_back(expert);
         }
-    }
-    lock.unlock();
-    const bool open = expert_store_open_arena(store, store->layer_dev[ref->layer]);
-    lock.lock();
-    if (!open || store->tables.layer_slots[ref->layer] <= 0) {
-        store->error = open ? "the expert cache has no slots for this layer" : expert_last_error();
-        fail_op(store, lock);
-        return;
     }
     // the layer's weights are computed one after another with the same experts: one acquire, counted at the first
     uint32_t & seen = store->roles_seen[ref->layer];
@@ -156,16 +177,43 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
     next_pass(store, lock);
 }
 
+void expert_layer_begin(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, bool count) {
+    std::unique_lock<std::mutex> lock = take_store(store, layer, 0, 1);
+    if (!ready_to_compute(store, layer, lock)) {
+        return;
+    }
+    store->op.as_they_come = false;
+    store->op.todo = experts;
+    if (count) {
+        count_acquire(store, store->layers[layer], experts);
+    }
+    next_pass(store, lock);
+}
+
+void expert_layer_count(expert_store * store, int32_t layer, const std::vector<int32_t> & experts) {
+    std::lock_guard<std::mutex> lock(store->mutex);
+    count_acquire(store, store->layers[layer], experts);
+}
+
+void expert_store_set_error(expert_store * store, const std::string & why) {
+    std::lock_guard<std::mutex> lock(store->mutex);
+    store->error = why;
+    store->tables.counters[EXPERT_FAILURES]++;
+}
+
 const char * const * expert_op_data(const expert_ref * ref) { return ref->store->op.data.data(); }
 bool expert_op_more(const expert_ref * ref) { return !ref->store->op.todo.empty(); }
 
-void expert_op_next(const expert_ref * ref) {
-    std::unique_lock<std::mutex> lock(ref->store->mutex);
-    next_pass(ref->store, lock);
+void expert_op_next(const expert_ref * ref) { expert_store_next_pass(ref->store); }
+
+void expert_store_next_pass(expert_store * store) {
+    std::unique_lock<std::mutex> lock(store->mutex);
+    next_pass(store, lock);
 }
 
-bool expert_op_end(const expert_ref * ref) {
-    expert_store * store = ref->store;
+bool expert_op_end(const expert_ref * ref) { return expert_store_give_back(ref->store); }
+
+bool expert_store_give_back(expert_store * store) {
     const bool ok = !store->op.failed;
     if (--store->op.n_running == 0) {
         std::lock_guard<std::mutex> lock(store->mutex);

@@ -21,8 +21,10 @@ struct expert_buft_context {
 
 struct expert_buffer_context {
     expert_store * store;
-    void *         base     = nullptr;
+    char *         base     = nullptr;
     size_t         reserved = 0;
+    // by place in the buffer. Not in tensor->extra: upstream takes a tensor with extra for a repacked one
+    std::vector<const expert_ref *> refs;
 };
 
 static expert_store * store_of(ggml_backend_buffer_t buffer) {
@@ -49,12 +51,30 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor 
         GGML_LOG_ERROR("%s: tensor %s is not a routed expert weight and can't be kept with them\n", __func__, ggml_get_name(tensor));
         return GGML_STATUS_FAILED;
     }
-    tensor->extra = const_cast<expert_ref *>(&it->second);
+    auto & context = *(expert_buffer_context *) buffer->context;
+    context.refs.at(((char *) tensor->data - context.base) / TENSOR_BYTES) = &it->second;
     return GGML_STATUS_SUCCESS;
 }
 
 static void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *, size_t, size_t) {
     GGML_LOG_ERROR("%s: %s comes from an expert pack and is read-only: the write is ignored\n", __func__, ggml_get_name(tensor));
+}
+
+static void copy_out(const expert_ref * ref, const char * source, void * data, size_t size) {
+    const expert_arena * arena = expert_store_open_arena(ref->store, ref->store->layer_dev[ref->layer]);
+    if (!arena->buffer) {
+        memcpy(data, source, size);
+        return;
+    }
+    ggml_tensor place = {};
+    place.type   = GGML_TYPE_I8;
+    place.buffer = arena->buffer;
+    place.data   = const_cast<char *>(source);
+    place.ne[0]  = (int64_t) size;
+    place.ne[1]  = place.ne[2] = place.ne[3] = 1;
+    place.nb[0]  = 1;
+    place.nb[1]  = place.nb[2] = place.nb[3] = size;
+    ggml_backend_tensor_get(&place, data, 0, size);
 }
 
 // Saving, quantizing and debugging read weights this way: expert by expert through the cache.
@@ -71,7 +91,7 @@ static void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor,
         expert_op_begin(ref, rows.data(), 1, nullptr);
         const char * source = expert_op_data(ref)[expert];
         if (source) {
-            memcpy(data, source + start, n);
+            copy_out(ref, source + start, data, n);
         } else {
             memset(data, 0, n);
         }
@@ -116,8 +136,9 @@ static ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, 
             }
         }
         context->reserved = size + tensor_bytes_max;
-        context->base = mmap(nullptr, context->reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (context->base == MAP_FAILED) {
+        context->refs.assign(size / TENSOR_BYTES, nullptr);
+        context->base = (char *) mmap(nullptr, context->reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (context->base == (char *) MAP_FAILED) {
             GGML_LOG_ERROR("%s: no address space for %zu bytes\n", __func__, context->reserved);
             return nullptr;
         }
@@ -132,7 +153,13 @@ static size_t buft_get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor 
 bool expert_buft_is(ggml_backend_buffer_type_t buft) { return buft && buft->iface.get_name == buft_get_name; }
 
 const expert_ref * expert_ref_of(const ggml_tensor * tensor) {
-    return tensor->buffer && tensor->buffer->iface.get_base == buffer_get_base ? (const expert_ref *) tensor->extra : nullptr;
+    if (!tensor->buffer || tensor->buffer->iface.get_base != buffer_get_base || !tensor->data) {
+        return nullptr;
+    }
+    // slices of a weight, which backends make for themselves, point elsewhere
+    const auto & context = *(const expert_buffer_context *) tensor->buffer->context;
+    const size_t place = ((const char *) tensor->data - context.base) / TENSOR_BYTES;
+    return (const char *) tensor->data >= context.base && place < context.refs.size() ? context.refs[place] : nullptr;
 }
 
 static ggml_backend_buffer_type_t buft_for(expert_store * store, ggml_backend_dev_t dev) {
@@ -174,9 +201,11 @@ ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_b
         *error = expert_last_error();
         return nullptr;
     }
-    if (ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
-        expert_set_last_error("the experts of %s would be computed on %s, which this build does not support: load the model "
-                "with n_gpu_layers=0", ggml_get_name(meta), ggml_backend_dev_name(dev));
+    ggml_backend_reg_t reg = dev->reg;
+    if (ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU &&
+            !(reg->iface.get_proc_address && reg->iface.get_proc_address(reg, "expert_pack_backend"))) {
+        expert_set_last_error("the experts of %s would be computed on %s, a device that takes no expert pack: load the model "
+                "with n_gpu_layers=0, or split it by layer", ggml_get_name(meta), ggml_backend_dev_name(dev));
         *error = expert_last_error();
         return nullptr;
     }

@@ -27,8 +27,18 @@ const char * expert_last_error(void) { return last_error.c_str(); }
 int32_t expert_abi_version(void) { return EXPERT_ABI_VERSION; }
 
 expert_arena::~expert_arena() {
-    if (base) {
+    backend_state.reset();
+    if (buffer) {
+        ggml_backend_buffer_free(buffer);
+    } else if (base) {
         munmap(base, size);
+    }
+}
+
+expert_store::~expert_store() {
+    arenas.clear();
+    for (ggml_backend_buffer_t buffer : staging) {
+        ggml_backend_buffer_free(buffer);
     }
 }
 
@@ -143,25 +153,58 @@ const char * expert_store_error(const expert_store * store) { return store->erro
 
 // ---- arenas
 
+static ggml_backend_dev_t device_by_name(const expert_store * store, const char * name) {
+    for (ggml_backend_dev_t dev : store->layer_dev) {
+        if (dev && strcmp(ggml_backend_dev_name(dev), name) == 0) {
+            return dev;
+        }
+    }
+    expert_set_last_error("no expert layer is computed on a device %s", name);
+    return nullptr;
+}
+
+static bool is_host(ggml_backend_dev_t dev) { return ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU; }
+
+static bool allocate_host(expert_arena & arena) {
+    void * base = mmap(nullptr, arena.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) {
+        expert_set_last_error("the expert cache of %llu bytes can't be allocated in memory: %s; lower the expert cache",
+                (unsigned long long) arena.size, strerror(errno));
+        return false;
+    }
+    madvise(base, arena.size, MADV_HUGEPAGE); // fewer pages to pin for each direct read; not available everywhere
+    arena.base = (char *) base;
+    return true;
+}
+
+// Through ggml's own allocator: one CUDA runtime, correct accounting.
+static bool allocate_device(expert_arena & arena) {
+    const uint64_t tail = 64 * 1024; // kernels read a little past a row's end
+    arena.buffer = ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(arena.dev), arena.size + tail);
+    if (!arena.buffer) {
+        size_t free = 0;
+        size_t total = 0;
+        ggml_backend_dev_memory(arena.dev, &free, &total);
+        expert_set_last_error("the expert cache of %llu MiB can't be allocated on %s, which has %zu of %zu MiB free: lower "
+                "the expert cache or raise its reserve", (unsigned long long) (arena.size >> 20), ggml_backend_dev_name(arena.dev),
+                free >> 20, total >> 20);
+        return false;
+    }
+    ggml_backend_buffer_set_usage(arena.buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    ggml_backend_buffer_clear(arena.buffer, 0); // NaN times zero is NaN: padding must not hold leftovers
+    arena.base = (char *) ggml_backend_buffer_get_base(arena.buffer);
+    return true;
+}
+
 int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes,
                            int32_t first_slot, int32_t n_slots, const uint64_t * offsets, void ** host) {
     *host = nullptr;
-    if (strcmp(device, "CPU") != 0) {
-        expert_set_last_error("experts on device %s are not supported by this build: load the model with n_gpu_layers=0", device);
-        return 0;
-    }
     auto arena = std::make_unique<expert_arena>();
-    void * base = mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED) {
-        expert_set_last_error("the expert cache of %llu bytes can't be allocated in memory: %s; lower expert_cache",
-                (unsigned long long) n_bytes, strerror(errno));
+    arena->size = n_bytes;
+    arena->dev  = device_by_name(store, device);
+    if (!arena->dev || !(is_host(arena->dev) ? allocate_host(*arena) : allocate_device(*arena))) {
         return 0;
     }
-    madvise(base, n_bytes, MADV_HUGEPAGE); // fewer pages to pin for each direct read; not available everywhere
-    arena->device = device;
-    arena->base   = (char *) base;
-    arena->size   = n_bytes;
-
     std::lock_guard<std::mutex> lock(store->mutex);
     if (first_slot < 0 || n_slots <= 0 || (size_t) first_slot != store->slot_data.size()) {
         expert_set_last_error("slots of device %s must follow the %zu before: %d slots from %d", device,
@@ -170,21 +213,49 @@ int expert_store_add_arena(expert_store * store, const char * device, uint64_t n
     }
     for (int32_t i = 0; i < n_slots; i++) {
         store->slot_data.push_back(arena->base + offsets[i]);
+        store->slot_arena.push_back(arena.get());
     }
+    *host = is_host(arena->dev) ? arena->base : nullptr;
     store->arenas.push_back(std::move(arena));
-    *host = base;
     return 1;
 }
 
-bool expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev) {
-    const char * device = ggml_backend_dev_name(dev);
-    {
-        std::lock_guard<std::mutex> lock(store->mutex);
-        for (const auto & arena : store->arenas) {
-            if (arena->device == device) {
-                return true;
-            }
+void * expert_store_alloc_staging(expert_store * store, const char * device, uint64_t n_bytes, int * pinned) {
+    ggml_backend_dev_t dev = device_by_name(store, device);
+    if (!dev) {
+        return nullptr;
+    }
+    ggml_backend_buffer_type_t host_buft = ggml_backend_dev_host_buffer_type(dev);
+    ggml_backend_buffer_t buffer = host_buft ? ggml_backend_buft_alloc_buffer(host_buft, n_bytes) : nullptr;
+    // a backend that can't lock pages hands out an ordinary buffer of another type
+    *pinned = buffer && ggml_backend_buffer_get_type(buffer) == host_buft;
+    if (buffer && (uintptr_t) ggml_backend_buffer_get_base(buffer) % 4096 != 0) {
+        ggml_backend_buffer_free(buffer);
+        buffer = nullptr;
+    }
+    if (!buffer) {
+        expert_set_last_error("%llu bytes of staging memory for %s can't be allocated: lower expert_stage_slots",
+                (unsigned long long) n_bytes, device);
+        return nullptr;
+    }
+    std::lock_guard<std::mutex> lock(store->mutex);
+    store->staging.push_back(buffer);
+    return ggml_backend_buffer_get_base(buffer);
+}
+
+static expert_arena * find_arena(expert_store * store, ggml_backend_dev_t dev) {
+    std::lock_guard<std::mutex> lock(store->mutex);
+    for (const auto & arena : store->arenas) {
+        if (arena->dev == dev) {
+            return arena.get();
         }
+    }
+    return nullptr;
+}
+
+expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev) {
+    if (expert_arena * arena = find_arena(store, dev)) {
+        return arena;
     }
     std::vector<int32_t> layers;
     for (size_t l = 0; l < store->layers.size(); l++) {
@@ -192,12 +263,16 @@ bool expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev) {
             layers.push_back((int32_t) l);
         }
     }
+    const char * device = ggml_backend_dev_name(dev);
     size_t free = 0;
     size_t total = 0;
     ggml_backend_dev_memory(dev, &free, &total);
     store->tables.counters[EXPERT_PROVIDER_CALLS]++;
     expert_set_last_error("the provider could not open the expert cache on %s", device);
-    return store->provider.open_arena(store->provider.user, device, free, layers.data(), (int32_t) layers.size()) != 0;
+    if (!store->provider.open_arena(store->provider.user, device, free, layers.data(), (int32_t) layers.size())) {
+        return nullptr;
+    }
+    return find_arena(store, dev);
 }
 
 int expert_store_start(expert_store * store) {
@@ -219,10 +294,28 @@ static void read_ended(expert_store * store, int32_t expert) {
     store->changed.notify_all();
 }
 
-void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot) {
+// On the calling thread, in a stream of its own; ggml's backends wait for the end of it.
+static void copy_to_slot(expert_store * store, int32_t layer, int32_t slot, const void * host) {
+    const expert_arena * arena = store->slot_arena[slot];
+    ggml_tensor place = {};
+    place.type   = GGML_TYPE_I8;
+    place.buffer = arena->buffer;
+    place.data   = store->slot_data[slot];
+    place.ne[0]  = (int64_t) store->layers[layer].block_bytes;
+    place.ne[1]  = place.ne[2] = place.ne[3] = 1;
+    place.nb[0]  = 1;
+    place.nb[1]  = place.nb[2] = place.nb[3] = (size_t) place.ne[0];
+    ggml_backend_tensor_set(&place, host, 0, (size_t) place.ne[0]);
+}
+
+void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot, const void * host) {
+    if (host) {
+        copy_to_slot(store, layer, slot, host);
+    }
     std::lock_guard<std::mutex> lock(store->mutex);
     store->tables.slot_of[store->layers[layer].first_key + expert] = slot;
     store->tables.counters[EXPERT_LOADS]++;
+    store->tables.counters[EXPERT_H2D_BYTES] += host ? (int64_t) store->layers[layer].block_bytes : 0;
     read_ended(store, expert);
 }
 

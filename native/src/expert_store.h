@@ -22,11 +22,13 @@ struct expert_ref {
     int32_t        role;
 };
 
-// Memory of one device that slots lie in.
+// Memory of one device that slots lie in, and what the device's backend keeps with it.
 struct expert_arena {
-    std::string device;
-    char *      base = nullptr;
-    uint64_t    size = 0;
+    ggml_backend_dev_t    dev    = nullptr;
+    char *                base   = nullptr;
+    uint64_t              size   = 0;
+    ggml_backend_buffer_t buffer = nullptr; // NULL: mapped host memory
+    std::shared_ptr<void> backend_state;
 
     expert_arena() = default;
     expert_arena(const expert_arena &) = delete;
@@ -41,6 +43,7 @@ struct expert_op {
     std::vector<int32_t>      todo;       // experts not yet handed to the threads
     std::vector<char>         in_flight;  // [n_expert] a read of it is under way
     int32_t                   n_in_flight = 0;
+    bool                      as_they_come = true; // hand out what is there; false: as many as fit, at once
     std::vector<const char *> data;       // [n_expert] experts of this pass
     bool                      failed = false;
     std::atomic<int>          n_running{0};
@@ -62,7 +65,9 @@ struct expert_store {
     std::mutex              mutex;        // guards what follows
     std::condition_variable changed;
     std::vector<std::unique_ptr<expert_arena>> arenas;
+    std::vector<ggml_backend_buffer_t> staging;
     std::vector<char *>     slot_data;    // [slot] address in its arena
+    std::vector<expert_arena *> slot_arena; // [slot]
     bool                    busy = false; // an op holds the store
     expert_op               op;
     std::vector<uint32_t>   roles_seen;   // [layer] roles computed since the layer was last acquired
@@ -71,6 +76,8 @@ struct expert_store {
 
     const int32_t * slot_of(int32_t layer) const { return tables.slot_of + layers[layer].first_key; }
     std::atomic<int> n_refs{1};           // buffers and the registration keep the store alive
+
+    ~expert_store();
 };
 
 void expert_set_last_error(const char * format, ...) __attribute__((format(printf, 1, 2)));
@@ -78,5 +85,18 @@ void expert_store_ref(expert_store * store);
 void expert_store_unref(expert_store * store);
 // Finds the store registered for the open file, NULL if none. The caller's reference.
 expert_store * expert_store_find(int fd);
-// Makes sure that the arena of the layer's device is there. Takes no lock while the provider is called.
-bool expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev);
+// The arena of a device, opened if it is not there yet; NULL and an error if that failed. Takes no lock while the
+// provider is called.
+expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev);
+
+// ---- a whole layer in device memory: begin, then passes over its experts while op.todo is not empty, then give back
+
+// Takes the store and makes the first pass. experts: distinct, in range. count: an acquire of its own.
+void expert_layer_begin(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, bool count);
+void expert_store_next_pass(expert_store * store);
+// False if a read failed. The last thread of the op frees the store for the next one.
+bool expert_store_give_back(expert_store * store);
+// Counts an acquire whose experts are all resident.
+void expert_layer_count(expert_store * store, int32_t layer, const std::vector<int32_t> & experts);
+// Fails the decode in progress with a reason.
+void expert_store_set_error(expert_store * store, const std::string & why);

@@ -66,7 +66,7 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def setting_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("settings")
-    path = VARIANTS["Q4_K"](folder)
+    path = VARIANTS["type-Q4_K"](folder)
     pack = open_pack(convert(path).path)
     jobs = []
     for name, options in SETTINGS.items():

@@ -61,6 +61,11 @@ def model(tmp_path: Path) -> Path:
     return mixed().write(tmp_path / "model.gguf")
 
 
+@pytest.fixture(autouse=True)
+def checkpoint_after_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("pypack.convert"), "CHECKPOINT_INTERVAL_S", 0)
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -75,7 +80,7 @@ def test_leaves_exactly_two_files(model: Path) -> None:
     assert names(model.parent) == FINISHED
 
 
-@pytest.mark.parametrize(("piece_bytes", "jobs"), [(8192, 8), (20480, 1), (1 << 18, 2), (1 << 20, 1)])
+@pytest.mark.parametrize(("piece_bytes", "jobs"), [(8192, 6), (20480, 1), (1 << 18, 2), (1 << 20, 1)])
 def test_pieces_and_threads_do_not_matter(
     jobs: int, piece_bytes: int, model: Path, reference: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +253,23 @@ def test_resume(stopped: Path, reference: tuple[bytes, bytes], monkeypatch: pyte
     assert names(stopped.parent) == FINISHED
 
 
+def test_layers_may_share_a_checkpoint(
+    model: Path, reference: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two layers get none of their own; the third makes all three safe."""
+    clock = iter([0.0, 1.0, 4.9, 5.0, 5.0, *[9.0] * 9])
+    module = import_module("pypack.convert")
+    monkeypatch.setattr(module, "CHECKPOINT_INTERVAL_S", 5.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.time, "monotonic", lambda: next(clock))
+        stop_after_layers(1, patch)
+        with pytest.raises(Stopped):
+            run(model, jobs=1)
+    result = run(model)
+    assert result.resumed_layers == 3
+    assert files_of(result.path) == reference
+
+
 def test_partial_pack_is_no_pack(stopped: Path) -> None:
     with pytest.raises(PackError, match="unfinished pack"):
         open_pack(stopped.with_name("model.expert-pack.partial"))
@@ -410,9 +432,9 @@ def test_margin_is_kept_free(model: Path) -> None:
     assert names(model.parent) == {"model.gguf"}
 
 
-@pytest.mark.parametrize("jobs", [0, -1, 9])
+@pytest.mark.parametrize("jobs", [0, -1, 7])
 def test_wrong_jobs(jobs: int, model: Path) -> None:
-    with pytest.raises(UsageError, match="choose 1 to 8"):
+    with pytest.raises(UsageError, match="choose 1 to 6"):
         run(model, jobs=jobs)
 
 
@@ -481,7 +503,7 @@ def test_memory_is_bounded_by_pieces(tmp_path: Path) -> None:
         file.truncate(-(-len(head) // 32) * 32 + sum(-(-t.size_bytes // 32) * 32 for t in model.tensors))
     script = (
         "import resource, sys; from pypack.cli import main\n"
-        "try: main(['convert', sys.argv[1], '--jobs', '8', '--safety-margin-gib', '0'])\n"
+        "try: main(['convert', sys.argv[1], '--jobs', '6', '--safety-margin-gib', '0'])\n"
         "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     out = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.pack_tools import manifest_of
 COMMAND = """
 import os, sys, threading, time
 from pypack.cli import main
+sys.modules["pypack.convert"].CHECKPOINT_INTERVAL_S = 0
 from pypack.partial_pack import PartialPack
 model, n, delay_s, number = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 timer = threading.Timer(delay_s, os.kill, (os.getpid(), number))
@@ -39,6 +41,11 @@ PartialPack.write_blocks = slow
 main(["convert", model, "--safety-margin-gib", "0", "--jobs", "2"])
 """
 N_TRIALS = 20
+
+
+@pytest.fixture(autouse=True)
+def checkpoint_after_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("pypack.convert"), "CHECKPOINT_INTERVAL_S", 0)
 
 
 def files_of(pack: Path) -> tuple[bytes, bytes]:

@@ -1,0 +1,52 @@
+"""What a benchmark ran on: hardware, versions, sizes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+
+def _command(*args: str) -> str:
+    try:
+        return subprocess.run(args, capture_output=True, text=True, check=False, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _read_ahead_kb(folder: Path) -> int | None:
+    device = os.stat(folder).st_dev
+    for place in (f"/sys/dev/block/{os.major(device)}:{os.minor(device)}",):
+        for queue in (Path(place) / "queue", Path(place) / ".." / "queue"):
+            try:
+                return int((queue / "read_ahead_kb").read_text())
+            except (OSError, ValueError):
+                continue
+    return None
+
+
+def banner(folder: Path) -> dict[str, Any]:
+    """Facts about this machine; ``folder`` is where the model files lie."""
+    memory = {k: v for k, v in (line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())}
+    gpu = _command("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _command("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD") or None,
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(int(memory["MemTotal"].split()[0]) / 2**20, 1),
+        "kernel": platform.release(),
+        "gpu": gpu or None,
+        "read_ahead_kb": _read_ahead_kb(folder),
+    }

@@ -1,0 +1,187 @@
+"""Checks and measures the CUDA backend against stock on a machine with a GPU; JSONL results.
+
+    python -m bench.gpu identity OUT.jsonl --models DIR     logits of small models, packed against stock, all on the GPU
+    python -m bench.gpu resident OUT.jsonl --models DIR     speed with every expert resident, and without a pack
+
+Stock is found as bench.stock says, or in the folder EXPERT_PACK_STOCK_LIB names.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from bench.banner import banner
+from bench.make_model import make_model
+from bench.stock import ROOT, environment, llama_class
+from pypack.convert import convert
+from pypack.pack import open_pack
+
+# the shapes that the prototype was measured with
+RESIDENT_MODELS: dict[str, dict[str, Any]] = {
+    "8x64-4096x2048-mxfp4": dict(
+        preset="qwen3moe", type="MXFP4", n_layer=8, n_expert=64, n_expert_used=6, n_embd=4096, n_ff_exp=2048,
+        n_head=32, n_head_kv=4, head_dim=128, n_vocab=4096, n_ctx=8192, trunk_type="Q8_0",
+    ),
+    "48x32-2048x768-mxfp4": dict(
+        preset="qwen3moe", type="MXFP4", n_layer=48, n_expert=32, n_expert_used=8, n_embd=2048, n_ff_exp=768,
+        n_head=32, n_head_kv=4, head_dim=64, n_vocab=4096, n_ctx=8192, trunk_type="Q8_0",
+    ),
+}  # fmt: skip
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Prefill and decode tokens/s of one side, straight through llama_decode: median of repeats."""
+    import llama_cpp
+
+    start = time.perf_counter()
+    llm = llama_class(job["stock"])(
+        job["model"],
+        n_ctx=job.get("n_ctx", 4096),
+        n_batch=2048,
+        n_ubatch=job.get("n_ubatch", 2048),
+        n_gpu_layers=-1,
+        verbose=False,
+        **job["options"],
+    )
+    loaded_s = time.perf_counter() - start
+    memory = llama_cpp.llama_get_memory(llm._ctx.ctx)
+    rng = np.random.default_rng(1)
+    n_vocab = llm.n_vocab()
+
+    def run(tokens: list[int], n_past: int) -> None:
+        llm._batch.set_batch(batch=tokens, n_past=n_past, logits_all=False)
+        llm._ctx.decode(llm._batch)
+        llama_cpp.llama_synchronize(llm._ctx.ctx)
+
+    def timed(n_prompt: int, n_steps: int) -> tuple[float, float]:
+        llama_cpp.llama_memory_clear(memory, True)
+        prompt = rng.integers(0, n_vocab, n_prompt).tolist()
+        steps = rng.integers(0, n_vocab, n_steps + 4).tolist()
+        start = time.perf_counter()
+        run(prompt, 0)
+        prefill_s = time.perf_counter() - start
+        for i, token in enumerate(steps[:4]):  # captured graphs are ready after these
+            run([token], n_prompt + i)
+        start = time.perf_counter()
+        for i, token in enumerate(steps[4:], 4):
+            run([token], n_prompt + i)
+        return n_prompt / prefill_s, n_steps / max(time.perf_counter() - start, 1e-9)
+
+    found: dict[str, Any] = {"load_s": loaded_s}
+    for _ in range(job.get("n_warm_up", 2)):
+        timed(512, 16)
+    before = llm.expert_stats() if job["options"].get("expert_pack") else None
+    for n_prompt in job["prompts"]:
+        samples = [timed(n_prompt, job["n_steps"]) for _ in range(job["n_repeats"])]
+        found[f"prefill{n_prompt}_tokens_per_s"] = float(np.median([s[0] for s in samples]))
+        found[f"decode_after{n_prompt}_tokens_per_s"] = float(np.median([s[1] for s in samples]))
+    if before is not None:
+        found["expert_stats"] = llm.expert_stats().since(before).to_dict()
+    llm.close()
+    return found
+
+
+def side(job: dict[str, Any]) -> dict[str, Any]:
+    """Measures in a process of its own."""
+    run = subprocess.run(
+        [sys.executable, "-m", "bench.gpu", "job", json.dumps(job)],
+        env=environment(job["stock"]),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode != 0:
+        return {"error": (run.stderr or run.stdout)[-600:]}
+    return json.loads(run.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def write(out: Path, record: dict[str, Any]) -> None:
+    print(json.dumps(record), flush=True)
+    with out.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+@click.group(help=(__doc__ or "").split("\n", maxsplit=1)[0])
+def main() -> None:
+    pass
+
+
+@main.command(hidden=True)
+@click.argument("text")
+def job(text: str) -> None:
+    print(json.dumps(measure(json.loads(text))))
+
+
+@main.command(help="Speed with every expert resident, against stock; and of the patched library without a pack.")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--models", type=click.Path(path_type=Path), default=Path("build/gpu-models"), show_default=True)
+@click.option("--rounds", default=2, show_default=True, help="Interleaved rounds.")
+def resident(out: Path, models: Path, rounds: int) -> None:
+    models.mkdir(parents=True, exist_ok=True)
+    write(out, {"benchmark": "banner", **banner(models)})
+    for name, sizes in RESIDENT_MODELS.items():
+        path = models / f"{name}.gguf"
+        if not path.exists():
+            make_model(path, **sizes)
+        pack = open_pack(convert(path).path)
+        cache = pack.payload_bytes
+        common = {"model": str(path), "prompts": [512, 2048], "n_steps": 128, "n_repeats": 3}
+        packed = {"expert_pack": True, "expert_cache": cache, "expert_cache_reserve": 0}
+        for round_ in range(rounds):
+            for kind, stock, options in (("stock", True, {}), ("no-pack", False, {}), ("packed", False, packed)):
+                found = side({**common, "stock": stock, "options": options})
+                write(out, {"benchmark": "resident", "model": name, "side": kind, "round": round_, **found})
+
+
+@main.command(help="Logits of small models, packed against stock, all layers on the GPU.")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--models", type=click.Path(path_type=Path), required=True, help="Folder of GGUFs; others are written there.")
+def identity(out: Path, models: Path) -> None:
+    from tests.compare import differences, minimum_budget, run_jobs
+    from tests.models import VARIANTS
+
+    paths = {path.stem: path for path in sorted(models.glob("*-moe.gguf"))}
+    for name, write_variant in VARIANTS.items():
+        (models / name).mkdir(parents=True, exist_ok=True)
+        paths[name] = write_variant(models / name)
+    jobs = []
+    batches = [32, 1, 2, 4, 8, 16, 3, 7, *[1] * 16]
+    for name, path in paths.items():
+        try:
+            pack = open_pack(convert(path).path)
+        except Exception as error:
+            write(out, {"benchmark": "identity", "model": name, "skipped": str(error)})
+            continue
+        least = minimum_budget(pack)
+        base = {"n_gpu_layers": -1, "expert_pack": True, "expert_cache_reserve": 0}
+        common = {"model": str(path), "batches": batches}
+        jobs.append({"id": f"{name}.stock", "stock": True, "llama": {"n_gpu_layers": -1}, **common})
+        for budget, n_bytes in (("all", pack.payload_bytes), ("half", max(least, pack.payload_bytes // 2)), ("least", least)):
+            jobs.append({"id": f"{name}.{budget}", "stock": False, "llama": {**base, "expert_cache": n_bytes}, **common})
+    runs = run_jobs(jobs, models / "logits")
+    for name in paths:
+        for budget in ("all", "half", "least"):
+            if (ours := runs.get(f"{name}.{budget}")) is None:
+                continue
+            stock = runs[f"{name}.stock"]
+            difference = differences(stock, ours)
+            same_choice = (
+                stock.logits is not None
+                and ours.logits is not None
+                and bool((stock.logits.argmax(axis=1) == ours.logits.argmax(axis=1)).all())
+            )
+            record = {"benchmark": "identity", "model": name, "budget": budget, "identical": difference == ""}
+            write(out, {**record, "same_argmax": same_choice, "difference": difference[:300], "stats": ours.found.get("expert_stats")})
+
+
+if __name__ == "__main__":
+    main()

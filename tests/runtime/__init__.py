@@ -1,0 +1,3 @@
+"""Models at run time, in this process: so the package must be imported before llama_cpp."""
+
+import llama_expert_pack  # noqa: F401

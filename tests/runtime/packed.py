@@ -1,0 +1,136 @@
+"""What the runtime tests share: small models with packs, tokens, and faults on the way from the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.stock import ROOT, STOCK_LIB, environment
+from llama_expert_pack import Llama
+from pypack.convert import convert
+from pypack.direct_io import pread_into
+from pypack.errors import DecodeError
+from tests.models import VARIANTS
+
+SMALL = {"n_ctx": 256, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1, "logits_all": True, "verbose": False}
+
+
+def variant(name: str, folder: Path) -> Path:
+    """A model of tests/models.py with its pack beside it."""
+    path = VARIANTS[name](folder)
+    convert(path)
+    return path
+
+
+def upstream_model(name: str, folder: Path) -> Path:
+    """A model that upstream's test-llama-archs writes, with its pack beside it."""
+    command = [STOCK_LIB / "test-llama-archs", "-o", folder, "-s", "42", "-a", name.removesuffix("-moe")]
+    subprocess.run(command, check=True, capture_output=True)
+    path = folder / f"{name}.gguf"
+    convert(path)
+    return path
+
+
+def load(path: Path, **options: Any) -> Llama:
+    return Llama(str(path), **{"expert_pack": True, "expert_cache_reserve": 0, **SMALL, **options})
+
+
+@contextmanager
+def loaded(path: Path, **options: Any) -> Iterator[Llama]:
+    llm = load(path, **options)
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def tokens_at(start: int, n: int, n_vocab: int = 128) -> list[int]:
+    return [(7 * i + i * i) % n_vocab for i in range(start, start + n)]
+
+
+def evaluate(llm: Llama, batches: Sequence[int]) -> np.ndarray:
+    """Logits as bits, [sum of batches, n_vocab]."""
+    for n in batches:
+        llm.eval(tokens_at(llm.n_tokens, n, llm.n_vocab()))
+    return bits(llm)
+
+
+def bits(llm: Llama) -> np.ndarray:
+    return llm.scores[: llm.n_tokens].copy().view(np.uint32)
+
+
+def run_python(code: str, *arguments: object, stock: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh process that imports this repository; it must not die of a signal."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    env = environment(stock) | variables
+    run = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
+    assert run.returncode >= 0, f"signal {-run.returncode}\n{run.stderr[-3000:]}"
+    return run
+
+
+# ---- faults: what pread does instead, (fd, buffer, offset) -> bytes read
+
+Pread = Callable[[int, memoryview, int], int]
+
+
+def refused(code: int) -> Pread:
+    def pread(fd: int, buffer: memoryview, offset: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return pread
+
+
+def short_read(fd: int, buffer: memoryview, offset: int) -> int:
+    """The file seems to end in the middle of the block."""
+    return pread_into(fd, buffer[: len(buffer) // 8192 * 4096], offset) if len(buffer) > 4096 else 0
+
+
+def flipped_byte(fd: int, buffer: memoryview, offset: int) -> int:
+    n = pread_into(fd, buffer, offset)
+    buffer[n // 2] ^= 1
+    return n
+
+
+FAULTS: dict[str, Pread] = {
+    "EIO": refused(errno.EIO),
+    "EINVAL": refused(errno.EINVAL),
+    "short-read": short_read,
+    "flipped-byte": flipped_byte,
+}
+
+
+@contextmanager
+def reads(llm: Llama, fault: Pread, *, after: int = 0, times: int | None = None) -> Iterator[list[int]]:
+    """Lets ``after`` reads pass, then breaks ``times`` of them, or all. Gives the offsets of the broken ones."""
+    reader = llm._provider._reader
+    usual, broken, seen = reader._pread, [], [0]
+
+    def pread(fd: int, buffer: memoryview, offset: int) -> int:
+        seen[0] += 1
+        if seen[0] <= after or (times is not None and len(broken) >= times):
+            return usual(fd, buffer, offset)  # type: ignore[no-any-return]
+        broken.append(offset)
+        return fault(fd, buffer, offset)
+
+    reader._pread = pread
+    try:
+        yield broken
+    finally:
+        reader._pread = usual
+
+
+def decode_error(call: Callable[[], Any]) -> str:
+    """The text of the DecodeError that the call must raise."""
+    try:
+        call()
+    except DecodeError as error:
+        return str(error)
+    raise AssertionError("the call returned")

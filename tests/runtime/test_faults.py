@@ -1,0 +1,292 @@
+"""Reads that fail: no wrong token, ever. An evaluation that returns has stock's logits; one that raises undoes itself."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llama_expert_pack import ExpertPackError
+from pypack.direct_io import pread_into
+from pypack.pack import find_pack, open_pack
+from tests.compare import minimum_budget
+from tests.runtime.packed import (
+    FAULTS,
+    bits,
+    decode_error,
+    evaluate,
+    flipped_byte,
+    loaded,
+    reads,
+    refused,
+    tokens_at,
+    upstream_model,
+    variant,
+)
+
+# attention; sliding windows; recurrent layers between attention; a memory of their own kind; experts in two groups
+ARCHITECTURES = [
+    "qwen3moe-moe",
+    "gpt-oss-moe",
+    "qwen3next-moe",
+    "lfm2moe-moe",
+    "kimi-k3-moe",
+    "minimax-01-moe",
+    "deepseek2-moe",
+    "deepseek4-moe",
+    "llama4-moe",
+    "smallthinker-moe",
+    "grovemoe-moe",
+]
+BATCHES = [20, 7, 1, 1, 13, 1, 1]  # of up to 16 tokens, in steps of up to 8
+SMALL_STEPS = {"n_batch": 16, "n_ubatch": 8}
+
+
+def least(path: Path) -> int:
+    return minimum_budget(open_pack(find_pack(path)))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("direct_io", [True, False])
+def test_one_fault_is_retried_and_changes_nothing(fault: str, direct_io: bool, tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    options = {"expert_cache": least(path), "expert_verify": "every", "expert_direct_io": direct_io}
+    with loaded(path, **options) as llm:
+        expected = evaluate(llm, BATCHES)
+    for after in range(0, 12, 3):
+        with loaded(path, **options) as llm:
+            with reads(llm, FAULTS[fault], after=after, times=1) as broken:
+                found = evaluate(llm, BATCHES)
+            stats = llm.expert_stats()
+        assert len(broken) == 1
+        assert (found == expected).all()
+        n_errors = 0 if fault == "short-read" else 1  # a read that gives less is gone on with
+        assert (stats.io_errors, stats.io_retries, stats.failures) == (n_errors, n_errors, 0)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_expert_that_cannot_be_read_fails_the_decode_by_name(fault: str, tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    with loaded(path) as llm, reads(llm, FAULTS[fault]):
+        with pytest.raises(RuntimeError) as caught:
+            llm.eval(tokens_at(0, 5))
+        stats = llm.expert_stats()
+    assert isinstance(caught.value, ExpertPackError)
+    text = str(caught.value)
+    assert str(find_pack(path)) in text
+    assert "expert" in text and "of layer 0" in text and "\n" not in text
+    assert stats.failures == 1
+    assert stats.io_errors == stats.io_retries + stats.misses - stats.loads, "each lost read: 3 retries, then the error"
+    assert stats.io_retries >= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"), [*((name, "least") for name in ARCHITECTURES), *((name, "all") for name in ARCHITECTURES[:3])]
+)
+def test_a_failed_evaluation_can_be_repeated(name: str, budget: str, tmp_path: Path) -> None:
+    """Every evaluation fails at its first, fourth and tenth read, then succeeds: bit for bit an undisturbed run."""
+    path = upstream_model(name, tmp_path)
+    options = {**SMALL_STEPS, "expert_cache": least(path) if budget == "least" else "1GiB"}
+    with loaded(path, **options) as llm:
+        expected = evaluate(llm, BATCHES)
+    n_failed = 0
+    with loaded(path, **options) as llm:
+        for n in BATCHES:
+            tokens = tokens_at(llm.n_tokens, n, llm.n_vocab())
+            for after in (0, 3, 9):
+                n_before, known = llm.n_tokens, bits(llm)
+                with reads(llm, refused(errno.EIO), after=after) as broken:
+                    try:
+                        llm.eval(tokens)
+                    except ExpertPackError:
+                        assert llm.n_tokens == n_before
+                        n_failed += 1
+                    else:
+                        assert not broken
+                        assert (bits(llm) == expected[: llm.n_tokens]).all()
+                        llm._roll_back(n_before)
+                assert (bits(llm) == known).all()
+            llm.eval(tokens)
+        assert (bits(llm) == expected).all()
+        assert llm.expert_stats().failures >= n_failed
+        assert llm._provider.cache.check() == []
+    assert n_failed > 0
+
+
+def test_random_faults_never_change_a_token(tmp_path: Path) -> None:
+    """One read in five fails, in four ways; whatever returns is right."""
+    path = variant("many-experts", tmp_path)
+    options = {**SMALL_STEPS, "expert_cache": least(path), "expert_verify": "every"}
+    with loaded(path, **options) as llm:
+        expected = evaluate(llm, BATCHES)
+    for seed in range(4):
+        draw = np.random.default_rng(seed)
+
+        def pread(fd: int, buffer: memoryview, offset: int, draw: np.random.Generator = draw) -> int:
+            if draw.random() < 0.8:
+                return pread_into(fd, buffer, offset)
+            return FAULTS[draw.choice(list(FAULTS))](fd, buffer, offset)
+
+        with loaded(path, **options) as llm, reads(llm, pread):
+            for n in BATCHES:
+                while True:
+                    try:
+                        llm.eval(tokens_at(llm.n_tokens, n))
+                    except ExpertPackError:
+                        continue
+                    break
+            assert (bits(llm) == expected).all()
+            assert llm.expert_stats().io_retries > 0
+
+
+def test_one_damaged_expert_fails_only_the_evaluations_that_use_it(tmp_path: Path) -> None:
+    path = variant("many-experts", tmp_path)
+    pack = open_pack(find_pack(path))
+    with loaded(path) as llm:
+        evaluate(llm, [1] * 20)
+        expected = bits(llm)
+        used = np.flatnonzero(llm._provider.cache.freq)
+    damaged = int(used[len(used) // 2])
+    layer = next(x for x in pack.layers if x.first_key <= damaged < x.first_key + x.n_expert)
+    (extent,) = pack.extents(layer.index, damaged - layer.first_key)
+
+    def pread(fd: int, buffer: memoryview, offset: int) -> int:
+        here = extent.offset <= offset < extent.offset + extent.length
+        return (flipped_byte if here else pread_into)(fd, buffer, offset)
+
+    with loaded(path) as llm:
+        with reads(llm, pread):
+            n_right = 0
+            while n_right < 20:
+                try:
+                    llm.eval(tokens_at(llm.n_tokens, 1))
+                except ExpertPackError as error:
+                    assert f"expert {damaged - layer.first_key} of layer {layer.index} has checksum" in str(error)
+                    break
+                n_right += 1
+            assert n_right < 20
+            assert (bits(llm) == expected[:n_right]).all()
+            assert llm._provider.cache.slot_of[damaged] == -1
+        evaluate(llm, [1] * (20 - n_right))
+        assert (bits(llm) == expected).all()
+
+
+def test_the_reason_is_that_of_the_last_failure(tmp_path: Path) -> None:
+    with loaded(variant("type-Q4_K", tmp_path)) as llm:
+        for code, why in ((errno.EIO, "Input/output error"), (errno.EINVAL, "Invalid argument")):
+            with reads(llm, refused(code)):
+                assert why in decode_error(lambda: llm.eval([1, 2, 3]))
+
+
+def test_errors_that_are_not_ours_stay_what_they_are(tmp_path: Path) -> None:
+    """More tokens than the context holds: llama_decode's own error, and the state is as before."""
+    with loaded(variant("type-Q4_K", tmp_path)) as llm:
+        expected = evaluate(llm, [200])
+        with pytest.raises(RuntimeError, match="llama_decode returned 1") as caught:
+            llm.eval(tokens_at(200, 64))
+        assert not isinstance(caught.value, ExpertPackError)
+        assert llm.n_tokens == 200
+        assert (bits(llm) == expected).all()
+
+
+def test_slow_reads_are_waited_for(tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    with loaded(path) as llm:
+        expected = evaluate(llm, [5])
+
+    def slow(fd: int, buffer: memoryview, offset: int) -> int:
+        time.sleep(2)
+        return pread_into(fd, buffer, offset)
+
+    with loaded(path) as llm, reads(llm, slow):
+        assert (evaluate(llm, [5]) == expected).all()
+        stats = llm.expert_stats()
+    assert stats.wait_s > 1.9
+    assert (stats.io_errors, stats.failures) == (0, 0)
+
+
+# ---- through the rest of the API
+
+
+def complete(llm: Any, prompt: list[int]) -> str:
+    text: str = llm.create_completion(prompt, max_tokens=12, temperature=0)["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.parametrize("name", ["qwen3moe-moe", "gpt-oss-moe", "qwen3next-moe"])
+def test_completion(name: str, tmp_path: Path) -> None:
+    """At whatever read a completion fails, the next one is what it would have been."""
+    path = upstream_model(name, tmp_path)
+    prompt = tokens_at(0, 20)
+    with loaded(path, expert_cache=least(path)) as llm:
+        expected = complete(llm, prompt)
+    n_failed = 0
+    for after in (0, 1, 2, 3, 4, 5, 6, 8, 12):
+        with loaded(path, expert_cache=least(path)) as llm:
+            with reads(llm, refused(errno.EIO), after=after) as broken:
+                try:
+                    assert complete(llm, prompt) == expected
+                except ExpertPackError:
+                    n_failed += 1
+                else:
+                    assert not broken
+            assert complete(llm, prompt) == expected
+    assert n_failed > 3
+
+
+def test_the_first_generated_token_fails_after_a_whole_prompt(tmp_path: Path) -> None:
+    """llama_cpp samples from the logits of the last decode if the prompt is cached: they must not be those of the
+    decode that failed."""
+    path = upstream_model("qwen3moe-moe", tmp_path)
+    prompt = tokens_at(0, 20)
+    with loaded(path, expert_cache=least(path)) as llm:
+        expected = complete(llm, prompt)
+    with loaded(path, expert_cache=least(path)) as llm:
+        llm.eval(prompt)
+        with reads(llm, refused(errno.EIO)):
+            for token in range(128):  # some token needs an expert that is not there
+                try:
+                    llm.eval([token])
+                except ExpertPackError:
+                    break
+                llm.n_tokens = len(prompt)
+            else:
+                raise AssertionError("no token needed a read")
+        assert llm.n_tokens == len(prompt)
+        assert complete(llm, prompt) == expected
+
+
+def test_embeddings(tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    texts = ["one", "and another one", "three"]
+    options = {"embedding": True, "logits_all": False, "expert_cache": least(path)}
+    with loaded(path, **options) as llm:
+        expected = llm.embed(texts)
+    with loaded(path, **options) as llm:
+        llm.eval(tokens_at(0, 5))
+        with reads(llm, refused(errno.EIO)):
+            assert "could not be read" in decode_error(lambda: llm.embed(texts))
+        assert llm.n_tokens == 0, "embed() forgets what was evaluated, whether it succeeds or not"
+        assert llm.embed(texts) == expected
+        llm.eval(tokens_at(0, 5))
+
+
+def test_a_state_saved_after_a_failure_is_whole(tmp_path: Path) -> None:
+    path = upstream_model("qwen3next-moe", tmp_path)
+    options = {"expert_cache": least(path)}
+    with loaded(path, **options) as llm:
+        expected = evaluate(llm, [9, 1, 6])
+    with loaded(path, **options) as llm:
+        evaluate(llm, [9, 1])
+        with reads(llm, refused(errno.EIO)):
+            decode_error(lambda: llm.eval(tokens_at(10, 6, llm.n_vocab())))
+            decode_error(lambda: llm.save_state())
+        state = llm.save_state()
+        evaluate(llm, [20])
+        llm.load_state(state)
+        llm.eval(tokens_at(10, 6, llm.n_vocab()))
+        assert (bits(llm) == expected).all()

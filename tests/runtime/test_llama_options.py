@@ -1,0 +1,250 @@
+"""The constructor: a drop-in for llama_cpp.Llama that answers every wrong option with one sentence."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import llama_cpp
+from bench.synth.model import write_model
+from llama_expert_pack import ExpertPackError, Llama
+from pypack.convert import convert
+from pypack.errors import BudgetError, NativeError, PackError, SourceMismatchError, UsageError
+from pypack.pack import find_pack, open_pack
+from tests.compare import minimum_budget
+from tests.models import TINY, VARIANTS
+from tests.runtime.packed import SMALL, bits, evaluate, load, loaded, variant
+
+BATCHES = [20, 1, 1]
+
+
+def one_line(error: BaseException) -> str:
+    text = str(error)
+    assert text and "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("pack", [None, True])
+@pytest.mark.parametrize("unknown", [{"n_ctxt": 1}, {"expert_cach": 1, "model": 2}])
+def test_unknown_keywords_are_named(pack: bool | None, unknown: dict[str, int], tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    with pytest.raises(TypeError, match=f"unknown keyword arguments: {', '.join(sorted(unknown))}"):
+        Llama(str(path), expert_pack=pack, **unknown)
+
+
+def test_every_keyword_of_llama_cpp_is_known(tmp_path: Path) -> None:
+    """What its own pickling passes to the constructor is all it takes, and ours takes it."""
+    path = variant("type-Q4_K", tmp_path)
+    with loaded(path) as llm:
+        state = llama_cpp.Llama.__getstate__(llm)
+    state.pop("model_path")
+    with loaded(path, **state) as llm:
+        evaluate(llm, [3])
+
+
+@pytest.mark.parametrize("where", ["beside", "str", "path", "elsewhere"])
+def test_a_pack_is_found_or_given(where: str, tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    pack: Any = {"beside": True, "str": str(find_pack(path)), "path": find_pack(path)}.get(where)
+    if where == "elsewhere":
+        (tmp_path / "other").mkdir()
+        for file in (find_pack(path), *tmp_path.glob("*.manifest.json")):
+            file.rename(tmp_path / "other" / file.name)
+        pack = tmp_path / "other" / "type-Q4_K.expert-pack"
+    with loaded(path, expert_pack=pack) as llm:
+        evaluate(llm, BATCHES)
+        assert llm.expert_stats().loads > 0
+
+
+@pytest.mark.parametrize("off", [None, False])
+def test_without_a_pack_it_is_stock(off: bool | None, tmp_path: Path) -> None:
+    path = VARIANTS["type-Q4_K"](tmp_path)  # there is no pack
+    stock = llama_cpp.Llama(str(path), **SMALL)
+    expected = evaluate(stock, BATCHES)
+    stock.close()
+    with loaded(path, expert_pack=off) as llm:
+        assert (evaluate(llm, BATCHES) == expected).all()
+        with pytest.raises(UsageError, match="has no expert pack"):
+            llm.expert_stats()
+        assert llm.model_params.use_extra_bufts
+
+
+def test_a_model_path_may_be_a_path(tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    llm = Llama(path, expert_pack=find_pack(path), **SMALL)
+    assert llm.model_path == str(path)
+    llm.close()
+
+
+def test_a_missing_model(tmp_path: Path) -> None:
+    for pack in (None, True):
+        with pytest.raises(ValueError, match=r"Model path does not exist: .*none\.gguf"):
+            load(tmp_path / "none.gguf", expert_pack=pack)
+
+
+def test_a_missing_pack(tmp_path: Path) -> None:
+    path = VARIANTS["type-Q4_K"](tmp_path)
+    with pytest.raises(PackError) as caught:
+        load(path)
+    assert f"`expert-pack convert {path}`" in one_line(caught.value)
+    with pytest.raises(PackError, match=r"none\.expert-pack does not exist"):
+        load(path, expert_pack=tmp_path / "none.expert-pack")
+
+
+def test_a_pack_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Even one of the same shape: only its weights differ."""
+    path = variant("type-Q4_K", tmp_path)
+    other = write_model(tmp_path / "other.gguf", TINY, seed=2)
+    convert(other)
+    with pytest.raises(SourceMismatchError) as caught:
+        load(path, expert_pack=find_pack(other))
+    assert "the weights outside the experts differ" in one_line(caught.value)
+    different = write_model(tmp_path / "different.gguf", replace(TINY, n_expert=6))
+    convert(different)
+    with pytest.raises(SourceMismatchError):
+        load(path, expert_pack=find_pack(different))
+
+
+@pytest.mark.parametrize("name", ["type-Q4_K", "mixed-between-layers", "two-groups", "many-experts"])
+def test_a_budget_below_the_working_set_names_the_least(name: str, tmp_path: Path) -> None:
+    path = variant(name, tmp_path)
+    least = minimum_budget(open_pack(find_pack(path)))
+    with pytest.raises(BudgetError) as caught:
+        load(path, expert_cache=least - 1)
+    assert f"needs at least {least} bytes" in one_line(caught.value)
+    with loaded(path, expert_cache=least) as llm:
+        evaluate(llm, BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"expert_cache": "much"}, UsageError, "'much' is not a size"),
+        ({"expert_cache": "120%"}, UsageError, "more than 100%"),
+        ({"expert_cache_reserve": -1}, UsageError, "-1"),
+        ({"expert_cache_reserve": "900TiB"}, BudgetError, "lower the reserve"),
+        ({"expert_read_splits": 0}, UsageError, "read_splits must be a whole number of at least 1, not 0"),
+        ({"expert_stage_slots": 2.5}, UsageError, "stage_slots"),
+        ({"expert_verify": "always"}, UsageError, "verify must be one of first, off, every, not 'always'"),
+        ({"expert_policy": "random"}, UsageError, "random"),
+        ({"expert_stats_path": "/nowhere/stats.json"}, UsageError, "/nowhere/stats.json"),
+        ({"expert_stats_path": "stats", "expert_stats_interval": 0}, UsageError, "interval"),
+        ({"expert_pack": None, "expert_stats_path": "stats"}, UsageError, "without expert_pack"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], error: type[ExpertPackError], text: str, tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    with pytest.raises(error) as caught:
+        load(path, **options)
+    assert text in one_line(caught.value)
+    with loaded(path) as llm:  # nothing stays behind that would refuse the next one
+        evaluate(llm, [2])
+
+
+def test_kv_overrides_change_the_working_set(tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    pack = open_pack(find_pack(path))
+    options = {"kv_overrides": {"qwen3moe.expert_used_count": 4}}
+    with pytest.raises(BudgetError, match="top-4"):
+        load(path, expert_cache=minimum_budget(pack, 4) - 1, **options)
+    with loaded(path, expert_cache=minimum_budget(pack, 4), **options) as llm:
+        evaluate(llm, BATCHES)
+
+
+def test_statistics_are_written_while_it_runs_and_at_close(tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    file = tmp_path / "stats.json"
+    with loaded(path, expert_stats_path=file, expert_stats_interval=0.02) as llm:
+        llm.eval([1, 2, 3])
+        deadline = time.monotonic() + 30
+        while json.loads(file.read_text())["acquires"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert json.loads(file.read_text())["acquires"] == 2
+    with loaded(path, expert_stats_path=str(file), expert_stats_interval=1e6) as llm:
+        assert json.loads(file.read_text())["acquires"] == 0
+        evaluate(llm, BATCHES)
+        last = llm.expert_stats()
+    assert json.loads(file.read_text()) == last.to_dict()
+    assert llm.expert_stats() == last, "the counters stay readable after close"
+
+
+@pytest.mark.parametrize("pack", [None, True])
+def test_pickling(pack: bool | None, tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    options = {"expert_cache": minimum_budget(open_pack(find_pack(path))), "expert_policy": "lru"} if pack else {}
+    with loaded(path, expert_pack=pack, n_ubatch=32, **options) as llm:
+        expected = evaluate(llm, BATCHES)
+        n_slots = llm._provider.cache.n_slots if pack else 0
+        data = pickle.dumps(llm)
+    copy: Llama = pickle.loads(data)
+    try:
+        assert (evaluate(copy, BATCHES) == expected).all()
+        assert copy.context_params.n_ubatch == 32
+        if pack:
+            assert copy._provider.cache.n_slots == n_slots
+            assert copy.expert_stats().loads > 0
+    finally:
+        copy.close()
+
+
+def test_from_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client is not installed here and the network not needed: the three names that are used stand in."""
+    path = variant("type-Q4_K", tmp_path)
+
+    class FileSystem:
+        def ls(self, repo: str, recursive: bool) -> list[str]:
+            return [f"{repo}/{path.name}"]
+
+    hub, utils = types.ModuleType("huggingface_hub"), types.ModuleType("huggingface_hub.utils")
+    hub.hf_hub_download, hub.HfFileSystem = lambda **_: str(path), FileSystem  # type: ignore[attr-defined]
+    utils.validate_repo_id = lambda repo: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
+    with loaded(path) as llm:
+        expected = evaluate(llm, BATCHES)
+    llm = Llama.from_pretrained("someone/something", "*.gguf", expert_pack=True, **SMALL)
+    try:
+        assert type(llm) is Llama
+        assert (evaluate(llm, BATCHES) == expected).all()
+        assert llm.expert_stats().loads > 0
+    finally:
+        llm.close()
+    with pytest.raises(TypeError, match="expert_pac"):
+        Llama.from_pretrained("someone/something", "*.gguf", expert_pac=True)
+
+
+def test_one_model_is_open_with_a_pack_once(tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    with loaded(path) as first:
+        expected = evaluate(first, BATCHES)
+        with pytest.raises(NativeError) as caught:
+            load(path)
+        assert f"{path}: is already open with an expert pack in this process" in one_line(caught.value)
+        evaluate(first, [1])
+    with loaded(path) as second:
+        assert (evaluate(second, BATCHES) == expected).all()
+
+
+def test_only_the_vocabulary(tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    with loaded(path, vocab_only=True) as llm:
+        assert llm.n_vocab() == 128
+        assert llm.tokenize(b"text")
+
+
+@pytest.mark.parametrize("options", [{"use_mlock": True}, {"use_mlock": True, "use_mmap": False}, {"n_ctx": 0}])
+def test_other_ways_to_load(options: dict[str, Any], tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    with loaded(path) as llm:
+        expected = evaluate(llm, BATCHES)
+    with loaded(path, **options) as llm:
+        evaluate(llm, BATCHES)
+        assert (bits(llm) == expected).all()

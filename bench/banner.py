@@ -26,13 +26,13 @@ def _cpu() -> str:
 
 
 def _read_ahead_kb(folder: Path) -> int | None:
-    device = os.stat(folder).st_dev
-    for place in (f"/sys/dev/block/{os.major(device)}:{os.minor(device)}",):
-        for queue in (Path(place) / "queue", Path(place) / ".." / "queue"):
-            try:
-                return int((queue / "read_ahead_kb").read_text())
-            except (OSError, ValueError):
-                continue
+    device = folder.stat().st_dev
+    place = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for queue in (place / "queue", place / ".." / "queue"):
+        try:
+            return int((queue / "read_ahead_kb").read_text())
+        except (OSError, ValueError):
+            continue
     return None
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import click
@@ -22,7 +23,9 @@ from bench.banner import banner
 from bench.make_model import make_model
 from bench.stock import ROOT, environment, llama_class
 from pypack.convert import convert
-from pypack.pack import open_pack
+from pypack.direct_io import aligned_buffer
+from pypack.pack import Pack, open_pack
+from pypack.reader import Reader
 
 # the shapes that the prototype was measured with
 RESIDENT_MODELS: dict[str, dict[str, Any]] = {
@@ -39,10 +42,11 @@ RESIDENT_MODELS: dict[str, dict[str, Any]] = {
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Prefill and decode tokens/s of one side, straight through llama_decode: median of repeats."""
+    llama = llama_class(job["stock"], repack=True)  # ours must be the first to import llama_cpp
     import llama_cpp
 
     start = time.perf_counter()
-    llm = llama_class(job["stock"])(
+    llm = llama(
         job["model"],
         n_ctx=job.get("n_ctx", 4096),
         n_batch=2048,
@@ -100,7 +104,7 @@ def side(job: dict[str, Any]) -> dict[str, Any]:
         check=False,
     )
     if run.returncode != 0:
-        return {"error": (run.stderr or run.stdout)[-600:]}
+        return {"error": f"exit status {run.returncode}: {(run.stderr or run.stdout)[-600:]}"}
     return json.loads(run.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
@@ -142,9 +146,74 @@ def resident(out: Path, models: Path, rounds: int) -> None:
                 write(out, {"benchmark": "resident", "model": name, "side": kind, "round": round_, **found})
 
 
+def raw_read_rate(pack: Pack, n_blocks: int = 256, stage_slots: int = 12) -> float:
+    """Bytes/s of random O_DIRECT reads of whole blocks into aligned memory, nothing else done with them."""
+    keys = [(layer.index, expert) for layer in pack.layers for expert in range(layer.n_expert)]
+    chosen = np.random.default_rng(7).permutation(len(keys))[:n_blocks]
+    block_bytes = max(layer.block_bytes for layer in pack.layers)
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(stage_slots):
+        buffers.put(aligned_buffer(block_bytes))
+    reader = Reader(pack, stage_slots=stage_slots, verify="off")
+    failures: list[Any] = []
+    start = time.perf_counter()
+    n_bytes = 0
+    for i in chosen:
+        layer, expert = keys[i]
+        buffer = buffers.get()
+        n_bytes += pack.layers[layer].block_bytes
+
+        def done(error: Any, buffer: memoryview = buffer) -> None:
+            if error:
+                failures.append(error)
+            buffers.put(buffer)
+
+        reader.submit(layer, expert, buffer[: pack.layers[layer].block_bytes], done)
+    reader.close()
+    if failures:
+        raise failures[0]
+    return n_bytes / (time.perf_counter() - start)
+
+
+@main.command(help="Delivery of missing experts with half of them in VRAM, beside the raw rate of the same pack.")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--label", default="disk", show_default=True)
+@click.option("--share", default=0.5, show_default=True, help="Share of the experts that fits.")
+@click.option("--steps", default=64, show_default=True)
+def missing(out: Path, model: Path, label: str, share: float, steps: int) -> None:
+    pack = open_pack(convert(model).path)
+    for splits, slots in ((4, 12), (1, 12), (4, 24)):
+        raw = raw_read_rate(pack, stage_slots=slots)
+        packed = {
+            "expert_pack": True,
+            "expert_cache": int(pack.payload_bytes * share),
+            "expert_cache_reserve": 0,
+            "expert_read_splits": splits,
+            "expert_stage_slots": slots,
+        }
+        common = {
+            "model": str(model),
+            "stock": False,
+            "prompts": [64],
+            "n_steps": steps,
+            "n_repeats": 1,
+            "n_warm_up": 1,
+        }
+        found = side({**common, "options": packed})
+        stats = found.get("expert_stats", {})
+        delivered = stats["read_bytes"] / stats["wait_s"] if stats.get("wait_s") else None
+        record = {"benchmark": "missing", "model": model.stem, "drive": label, "share": share, "read_splits": splits}
+        record |= {"stage_slots": slots, "raw_bytes_per_s": raw, "delivered_bytes_per_s": delivered}
+        record["delivered_over_raw"] = delivered / raw if delivered else None
+        write(out, {**record, **found})
+
+
 @main.command(help="Logits of small models, packed against stock, all layers on the GPU.")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--models", type=click.Path(path_type=Path), required=True, help="Folder of GGUFs; others are written there.")
+@click.option(
+    "--models", type=click.Path(path_type=Path), required=True, help="Folder of GGUFs; others are written there."
+)
 def identity(out: Path, models: Path) -> None:
     from tests.compare import differences, minimum_budget, run_jobs
     from tests.models import VARIANTS
@@ -164,9 +233,15 @@ def identity(out: Path, models: Path) -> None:
         least = minimum_budget(pack)
         base = {"n_gpu_layers": -1, "expert_pack": True, "expert_cache_reserve": 0}
         common = {"model": str(path), "batches": batches}
-        jobs.append({"id": f"{name}.stock", "stock": True, "llama": {"n_gpu_layers": -1}, **common})
-        for budget, n_bytes in (("all", pack.payload_bytes), ("half", max(least, pack.payload_bytes // 2)), ("least", least)):
-            jobs.append({"id": f"{name}.{budget}", "stock": False, "llama": {**base, "expert_cache": n_bytes}, **common})
+        jobs.append({"id": f"{name}.stock", "stock": True, "repack": True, "llama": {"n_gpu_layers": -1}, **common})
+        for budget, n_bytes in (
+            ("all", pack.payload_bytes),
+            ("half", max(least, pack.payload_bytes // 2)),
+            ("least", least),
+        ):
+            jobs.append(
+                {"id": f"{name}.{budget}", "stock": False, "llama": {**base, "expert_cache": n_bytes}, **common}
+            )
     runs = run_jobs(jobs, models / "logits")
     for name in paths:
         for budget in ("all", "half", "least"):
@@ -180,7 +255,15 @@ def identity(out: Path, models: Path) -> None:
                 and bool((stock.logits.argmax(axis=1) == ours.logits.argmax(axis=1)).all())
             )
             record = {"benchmark": "identity", "model": name, "budget": budget, "identical": difference == ""}
-            write(out, {**record, "same_argmax": same_choice, "difference": difference[:300], "stats": ours.found.get("expert_stats")})
+            write(
+                out,
+                {
+                    **record,
+                    "same_argmax": same_choice,
+                    "difference": difference[:300],
+                    "stats": ours.found.get("expert_stats"),
+                },
+            )
 
 
 if __name__ == "__main__":

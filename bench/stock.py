@@ -24,7 +24,7 @@ def environment(stock: bool) -> dict[str, str]:
     return variables
 
 
-def llama_class(stock: bool) -> Any:
+def llama_class(stock: bool, repack: bool = False) -> Any:
     """The class to load models with in this process. Stock's runs with --no-repack, as ours does with a pack."""
     if not stock:
         from llama_expert_pack import Llama
@@ -32,6 +32,9 @@ def llama_class(stock: bool) -> Any:
         return Llama
 
     import llama_cpp
+
+    if repack:
+        return llama_cpp.Llama
 
     class NoRepack(llama_cpp.Llama):  # type: ignore[name-defined, misc, unused-ignore]
         """The constructor has no keyword for it."""

@@ -32,7 +32,7 @@ _CPU_FLAGS = {
     "BMI2": "bmi2",
     "AVX_VNNI": "avx_vnni",
     "AVX512": "avx512bw",
-    "AVX512_VBMI": "avx512_vbmi",
+    "AVX512_VBMI": "avx512vbmi",
     "AVX512_VNNI": "avx512_vnni",
     "AVX512_BF16": "avx512_bf16",
 }

@@ -148,7 +148,9 @@ class Provider:
         if start == ffi.NULL:
             raise BudgetError(_last_error())
         if not pinned[0]:
-            _log.warning("the %d bytes of staging memory for %s are not page-locked: copies will be slower", n_bytes, device)
+            _log.warning(
+                "the %d bytes of staging memory for %s are not page-locked: copies will be slower", n_bytes, device
+            )
         memory = memoryview(ffi.buffer(start, n_bytes))
         buffers = [memory[i * block_bytes : (i + 1) * block_bytes] for i in range(self._stage_slots)]
         return StagingPool(self._reader, self._pack.layers, buffers)

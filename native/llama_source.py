@@ -39,7 +39,7 @@ def cached_archive() -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             download(Path(scratch))
             check_digest(Path(scratch) / ARCHIVE)
-            os.replace(Path(scratch) / ARCHIVE, archive)
+            (Path(scratch) / ARCHIVE).replace(archive)
     check_digest(archive)
     return archive
 
@@ -121,10 +121,11 @@ def prepare(dest: Path, patches: list[Path]) -> None:
     if dest.exists():
         for path in fresh.rglob("*"):
             old = dest / path.relative_to(fresh)
-            if path.is_file() and not path.is_symlink():
-                if not old.exists() or old.read_bytes() != path.read_bytes():
-                    old.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path, old)  # with a new time stamp: it must be compiled again
+            if not path.is_file() or path.is_symlink():
+                continue
+            if not old.exists() or old.read_bytes() != path.read_bytes():
+                old.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, old)  # with a new time stamp: it must be compiled again
         shutil.rmtree(fresh)
     else:
         fresh.rename(dest)

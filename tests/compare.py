@@ -54,7 +54,7 @@ def run_jobs(jobs: list[dict[str, Any]], folder: Path) -> dict[str, Run]:
             text=True,
             check=False,
         )
-        assert run.returncode == 0, f"{run.stdout[-500:]}\n{run.stderr[-3000:]}"
+        assert run.returncode == 0, f"exit status {run.returncode}\n{run.stdout[-500:]}\n{run.stderr[-3000:]}"
     runs = {}
     for job in jobs:
         logits = folder / f"{job['id']}.npy"

@@ -67,7 +67,9 @@ def bits(llm: Llama) -> np.ndarray:
     return llm.scores[: llm.n_tokens].copy().view(np.uint32)
 
 
-def run_python(code: str, *arguments: object, stock: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, *arguments: object, stock: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Runs code in a fresh process that imports this repository; it must not die of a signal."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     env = environment(stock) | variables

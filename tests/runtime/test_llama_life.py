@@ -145,7 +145,7 @@ def test_a_constructor_that_fails_leaves_nothing_behind(
         "options": {"expert_verify": "never"},
         "pack": {"expert_pack": tmp_path / "none.expert-pack"},
         "load": {"kv_overrides": {"qwen3moe.block_count": 77}},
-        "context": {"type_k": 77},
+        "context": {"type_v": 8},  # Q8_0, which needs flash attention
         "statistics": {"expert_stats_path": tmp_path / "none" / "stats.json"},
         "interrupt": {},
     }[fails_at]

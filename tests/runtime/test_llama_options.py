@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import pytest
 
-import llama_cpp
 from bench.synth.model import write_model
 from llama_expert_pack import ExpertPackError, Llama
 from pypack.convert import convert

@@ -98,7 +98,8 @@ def test_chat(pair: tuple[Any, Any]) -> None:
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello!"}]
     for options in ({}, {"response_format": {"type": "json_object"}}):
         answer = same(
-            pair, lambda llm: llm.create_chat_completion(messages, max_tokens=12, temperature=0, **options)  # noqa: B023
+            pair,
+            lambda llm: llm.create_chat_completion(messages, max_tokens=12, temperature=0, **options),  # noqa: B023
         )
         assert answer["choices"][0]["message"]["role"] == "assistant"
 
@@ -192,7 +193,11 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = write_model(folder / "model.gguf", NARROW)
     convert(path)
     common = {"model": str(path), "batches": [33, 1, 1, 5, 1]}
-    packed = {"expert_pack": True, "expert_cache_reserve": 0, "expert_cache": minimum_budget(open_pack(find_pack(path)))}
+    packed = {
+        "expert_pack": True,
+        "expert_cache_reserve": 0,
+        "expert_cache": minimum_budget(open_pack(find_pack(path))),
+    }
     jobs = [{"id": "none.stock", "stock": True, "llama": {}, **common}]
     for name, tensors in ADAPTERS.items():
         options = {"lora_path": str(write_gguf(folder / f"{name}.gguf", LORA_KV, tensors)), "lora_scale": 0.7}

@@ -21,6 +21,7 @@ endif
 export CMAKE_ARGS := -DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF
 
 NATIVE_FILES := $(shell find native -type f)
+NATIVE_CODE  := $(wildcard native/src/*.cpp native/src/*.h native/src/cuda/* native/include/*.h)
 
 .PHONY: demo test check format build stock bench clean
 
@@ -34,12 +35,12 @@ check: $(VENV)/tools
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror native/src/*.cpp native/src/*.h
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE_CODE)
 
 format: $(VENV)/tools
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i native/src/*.cpp native/src/*.h
+	$(BIN)/clang-format -i $(NATIVE_CODE)
 
 build: $(VENV)/built
 

@@ -183,7 +183,7 @@ def raw_read_rate(pack: Pack, n_blocks: int = 256, stage_slots: int = 12) -> flo
 @click.option("--steps", default=64, show_default=True)
 def missing(out: Path, model: Path, label: str, share: float, steps: int) -> None:
     pack = open_pack(convert(model).path)
-    for splits, slots in ((4, 12), (1, 12), (4, 24)):
+    for splits, slots, verify in ((4, 12, "first"), (8, 16, "first"), (8, 16, "off")):
         raw = raw_read_rate(pack, stage_slots=slots)
         packed = {
             "expert_pack": True,
@@ -191,6 +191,7 @@ def missing(out: Path, model: Path, label: str, share: float, steps: int) -> Non
             "expert_cache_reserve": 0,
             "expert_read_splits": splits,
             "expert_stage_slots": slots,
+            "expert_verify": verify,
         }
         common = {
             "model": str(model),
@@ -204,7 +205,7 @@ def missing(out: Path, model: Path, label: str, share: float, steps: int) -> Non
         stats = found.get("expert_stats", {})
         delivered = stats["read_bytes"] / stats["wait_s"] if stats.get("wait_s") else None
         record = {"benchmark": "missing", "model": model.stem, "drive": label, "share": share, "read_splits": splits}
-        record |= {"stage_slots": slots, "raw_bytes_per_s": raw, "delivered_bytes_per_s": delivered}
+        record |= {"stage_slots": slots, "verify": verify, "raw_bytes_per_s": raw, "delivered_bytes_per_s": delivered}
         record["delivered_over_raw"] = delivered / raw if delivered else None
         write(out, {**record, **found})
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 from bridge import interrupts, library
 from pypack.counters import ExpertStats
@@ -20,6 +22,16 @@ llama_cpp = library.load()
 from bridge.provider import Provider  # noqa: E402
 
 _KNOWN = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"self", "kwargs"}
+
+
+_open: WeakSet[Llama] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Later, when Python frees what is left, daemon threads no longer run, and close() would wait for them forever."""
+    for llm in list(_open):
+        llm.close()
 
 
 class _Closed:
@@ -97,6 +109,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                 )
             elif expert_stats_path is not None:
                 raise UsageError("expert_stats_path is set, but there is nothing to count without expert_pack")
+            if self._provider is not None:
+                _open.add(self)
+            if self._provider is not None and llama_kwargs.get("use_mlock", False):
+                llama_kwargs = {**llama_kwargs, "use_mmap": False}  # locking a mapping would lock the experts in it
             super().__init__(model_path, **llama_kwargs)
             if self._provider is not None:
                 self._watch_decode(self._provider)
@@ -159,7 +175,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         super().reset()
 
     def close(self) -> None:
-        """Free the model, then the pack. Further calls do nothing; any other use raises RuntimeError."""
+        """Free the model, then the pack. Further calls do nothing; any other use raises RuntimeError.
+
+        With a pack, the end of the process closes what is still open.
+        """
         if getattr(self, "_stack", None) is not None:
             super().close()
             for name in ("_model", "_ctx", "_batch", "tokenizer_"):

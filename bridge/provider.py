@@ -173,13 +173,17 @@ class Provider:
             nonlocal source
             source = ffi.from_buffer(block)
 
-        def done(error: ReadError | None) -> None:
-            if error is None:
-                self.cache.resident(slot)
-                lib.expert_store_commit(self._store, layer, expert, slot, source)
-            else:
+        def done(error: Exception | None) -> None:
+            try:
+                if error is None:
+                    self.cache.resident(slot)
+                    lib.expert_store_commit(self._store, layer, expert, slot, source)
+                    return
                 self.cache.rollback(slot)
-                lib.expert_store_fail(self._store, layer, expert, str(error).encode())
+            except Exception as cause:  # a computation waits for this read: it must hear of it
+                _log.exception("the read of expert %d of layer %d could not be booked", expert, layer)
+                error = cause
+            lib.expert_store_fail(self._store, layer, expert, str(error).encode())
 
         place = self._slots[slot]
         try:

@@ -19,25 +19,25 @@ extern "C" {
 #endif
 
 // cffi: begin
-#define EXPERT_ABI_VERSION 1
+#define EXPERT_ABI_VERSION 2
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
 
 // Indices into expert_tables.counters.
 enum expert_counter {
-    EXPERT_ACQUIRES = 0,    // expert layers looked up (one per layer and batch)
-    EXPERT_HITS,            // unique (layer, expert) of an acquire that were in a slot
-    EXPERT_MISSES,          // unique (layer, expert) of an acquire that were not
-    EXPERT_EVICTIONS,       // slots taken from an expert that was in it        (written by the provider)
-    EXPERT_LOADS,           // experts brought into a slot and published
-    EXPERT_READ_BYTES,      // bytes read from the pack                         (written by the provider)
-    EXPERT_H2D_BYTES,       // bytes copied to a device; 0 where slots are host memory
-    EXPERT_PROVIDER_CALLS,  // callbacks made: 0 while everything is resident
-    EXPERT_WAIT_NS,         // time that computation waited for experts
-    EXPERT_IO_ERRORS,       // reads that failed or whose checksum was wrong    (written by the provider)
-    EXPERT_IO_RETRIES,      // of these, the ones that were tried again         (written by the provider)
-    EXPERT_FALLBACKS,       // reads that did not use direct I/O                (written by the provider)
-    EXPERT_FAILURES,        // decodes that failed because an expert could not be brought in
+    EXPERT_ACQUIRES = 0,   // expert layers looked up (one per layer and batch)
+    EXPERT_HITS,           // unique (layer, expert) of an acquire that were in a slot
+    EXPERT_MISSES,         // unique (layer, expert) of an acquire that were not
+    EXPERT_EVICTIONS,      // slots taken from an expert that was in it        (written by the provider)
+    EXPERT_LOADS,          // experts brought into a slot and published
+    EXPERT_READ_BYTES,     // bytes read from the pack                         (written by the provider)
+    EXPERT_H2D_BYTES,      // bytes copied to a device; 0 where slots are host memory
+    EXPERT_PROVIDER_CALLS, // callbacks made: 0 while everything is resident
+    EXPERT_WAIT_NS,        // time that computation waited for experts
+    EXPERT_IO_ERRORS,      // reads that failed or whose checksum was wrong    (written by the provider)
+    EXPERT_IO_RETRIES,     // of these, the ones that were tried again         (written by the provider)
+    EXPERT_FALLBACKS,      // reads that did not use direct I/O                (written by the provider)
+    EXPERT_FAILURES,       // decodes that failed because an expert could not be brought in
     EXPERT_COUNTERS
 };
 
@@ -46,9 +46,9 @@ typedef struct expert_role {
     char     tensor[EXPERT_NAME_BYTES]; // name in the GGUF, e.g. blk.3.ffn_up_exps.weight
     int32_t  type;                      // enum ggml_type
     int32_t  reserved;
-    int64_t  ne[3];                     // shape: columns, rows, experts
-    uint64_t bytes;                     // of one expert
-    uint64_t offset;                    // in the block, and so in a slot
+    int64_t  ne[3];  // shape: columns, rows, experts
+    uint64_t bytes;  // of one expert
+    uint64_t offset; // in the block, and so in a slot
 } expert_role;
 
 // The experts that one router picks from. Keys first_key .. first_key + n_expert - 1 are theirs in the tables.
@@ -57,25 +57,25 @@ typedef struct expert_layer {
     int32_t     n_roles;
     int32_t     first_key;
     int32_t     reserved;
-    uint64_t    block_bytes;            // of one expert, all roles and padding: what a slot must hold
+    uint64_t    block_bytes; // of one expert, all roles and padding: what a slot must hold
     expert_role roles[EXPERT_MAX_ROLES];
 } expert_layer;
 
 // Shared memory, owned by the provider, alive until expert_store_free().
 typedef struct expert_tables {
-    int32_t * slot_of;                  // [n_keys] slot that holds the expert, -1: none. Native sets, both clear
-    int64_t * freq;                     // [n_keys] acquires that asked for it. Native writes
-    int64_t * last_use;                 // [n_keys] number of the last acquire that asked for it. Native writes
-    int64_t * counters;                 // [EXPERT_COUNTERS]
-    int32_t * layer_slots;              // [n_layers] slots that the layer may use. Provider writes in open_arena
+    int32_t * slot_of;     // [n_keys] slot that holds the expert, -1: none. Native sets, both clear
+    int64_t * freq;        // [n_keys] acquires that asked for it. Native writes
+    int64_t * last_use;    // [n_keys] number of the last acquire that asked for it. Native writes
+    int64_t * counters;    // [EXPERT_COUNTERS]
+    int32_t * layer_slots; // [n_layers] slots that the layer may use. Provider writes in open_arena
 } expert_tables;
 
 typedef struct expert_store expert_store;
 
 // Every callback returns 1 on success, 0 on failure.
 typedef struct expert_provider {
-    uint32_t abi_version;               // EXPERT_ABI_VERSION
-    uint32_t struct_size;               // sizeof(expert_provider)
+    uint32_t abi_version; // EXPERT_ABI_VERSION
+    uint32_t struct_size; // sizeof(expert_provider)
     void *   user;
     // A device is about to compute layers[0..n_layers): call expert_store_add_arena() for it before returning.
     // device: its ggml name ("CPU", "CUDA0"); free_bytes: memory it has left now, 0 if unknown.
@@ -83,22 +83,22 @@ typedef struct expert_provider {
     // Choose slots for missing[] without touching those of active[] (which includes missing[]), clear slot_of of
     // what they held, start the reads, write the slots to slots[n_missing] and return. n_missing never exceeds
     // what fits beside the rest of active[].
-    int (*fetch)(void * user, int32_t layer, const int32_t * missing, int32_t n_missing,
-                 const int32_t * active, int32_t n_active, int32_t * slots);
+    int (*fetch)(void * user, int32_t layer, const int32_t * missing, int32_t n_missing, const int32_t * active, int32_t n_active,
+        int32_t * slots);
 } expert_provider;
 
 // Registers a provider for the model whose first GGUF file is model_path (compared by device and inode).
 // NULL on failure, with the reason in expert_last_error(). Copies layers; keeps the tables' pointers.
 expert_store * expert_store_create(const char * model_path, const expert_layer * layers, int32_t n_layers,
-                                   const expert_tables * tables, const expert_provider * provider);
+    const expert_tables * tables, const expert_provider * provider);
 // Unregisters it. Call after the models that use it are freed and no read is under way.
 void expert_store_free(expert_store * store);
 
 // Gives `device` n_slots slots; slot first_slot + i lies offsets[i] bytes into the arena of n_bytes.
 // It starts zeroed; in host memory it is page-aligned and *host gets its address, else *host is NULL.
 // 1 on success; else 0 and expert_last_error().
-int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes,
-                           int32_t first_slot, int32_t n_slots, const uint64_t * offsets, void ** host);
+int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes, int32_t first_slot, int32_t n_slots,
+    const uint64_t * offsets, void ** host);
 // Memory that reads for a device land in before they are copied there: page-aligned, page-locked where the device's
 // driver allows it (*pinned). Lives as long as the store. NULL and expert_last_error() on failure.
 void * expert_store_alloc_staging(expert_store * store, const char * device, uint64_t n_bytes, int * pinned);
@@ -117,7 +117,7 @@ void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, cons
 // Why the last call of this thread failed; why the last failed decode of this store failed. One sentence or "".
 const char * expert_last_error(void);
 const char * expert_store_error(const expert_store * store);
-int32_t expert_abi_version(void);
+int32_t      expert_abi_version(void);
 // cffi: end
 
 #ifdef __cplusplus

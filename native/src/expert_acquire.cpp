@@ -12,8 +12,8 @@
 
 static void count_acquire(expert_store * store, const expert_layer & layer, const std::vector<int32_t> & active) {
     const expert_tables & tables = store->tables;
-    const int64_t now = ++store->now;
-    int64_t n_hits = 0;
+    const int64_t         now    = ++store->now;
+    int64_t               n_hits = 0;
     for (int32_t expert : active) {
         const int32_t key = layer.first_key + expert;
         tables.freq[key]++;
@@ -21,14 +21,14 @@ static void count_acquire(expert_store * store, const expert_layer & layer, cons
         n_hits += tables.slot_of[key] >= 0;
     }
     tables.counters[EXPERT_ACQUIRES]++;
-    tables.counters[EXPERT_HITS]   += n_hits;
+    tables.counters[EXPERT_HITS] += n_hits;
     tables.counters[EXPERT_MISSES] += (int64_t) active.size() - n_hits;
 }
 
 // Starts reads. Called without the lock: reads may end before the provider returns.
 static bool fetch(expert_store * store, std::unique_lock<std::mutex> & lock) {
-    expert_op & op = store->op;
-    const int32_t * slot_of = store->slot_of(op.layer);
+    expert_op &          op      = store->op;
+    const int32_t *      slot_of = store->slot_of(op.layer);
     std::vector<int32_t> missing;
     std::vector<int32_t> active; // what must not be evicted, then what is to be read
     for (int32_t expert : op.todo) {
@@ -49,8 +49,8 @@ static bool fetch(expert_store * store, std::unique_lock<std::mutex> & lock) {
     std::vector<int32_t> slots(missing.size(), -1);
     store->tables.counters[EXPERT_PROVIDER_CALLS]++;
     lock.unlock();
-    const bool ok = store->provider.fetch(store->provider.user, op.layer, missing.data(), (int32_t) missing.size(),
-            active.data(), (int32_t) active.size(), slots.data()) != 0;
+    const bool ok = store->provider.fetch(store->provider.user, op.layer, missing.data(), (int32_t) missing.size(), active.data(),
+                        (int32_t) active.size(), slots.data()) != 0;
     lock.lock();
     if (!ok) { // nothing was started
         for (int32_t expert : missing) {
@@ -63,8 +63,8 @@ static bool fetch(expert_store * store, std::unique_lock<std::mutex> & lock) {
 }
 
 static void wait_for_reads(expert_store * store, std::unique_lock<std::mutex> & lock, bool all) {
-    const auto start = std::chrono::steady_clock::now();
-    const int32_t n = store->op.n_in_flight;
+    const auto    start = std::chrono::steady_clock::now();
+    const int32_t n     = store->op.n_in_flight;
     store->changed.wait(lock, [&] { return store->op.n_in_flight == 0 || (!all && store->op.n_in_flight < n); });
     store->tables.counters[EXPERT_WAIT_NS] +=
         std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
@@ -72,9 +72,9 @@ static void wait_for_reads(expert_store * store, std::unique_lock<std::mutex> & 
 
 // Moves the resident experts of todo into this pass.
 static bool hand_out(expert_store * store) {
-    expert_op & op = store->op;
+    expert_op &     op      = store->op;
     const int32_t * slot_of = store->slot_of(op.layer);
-    size_t n_left = 0;
+    size_t          n_left  = 0;
     for (int32_t expert : op.todo) {
         if (slot_of[expert] >= 0) {
             op.data[expert] = store->slot_data[slot_of[expert]] + op.role_offset;
@@ -119,8 +119,8 @@ static void next_pass(expert_store * store, std::unique_lock<std::mutex> & lock)
 static std::unique_lock<std::mutex> take_store(expert_store * store, int32_t layer, uint64_t role_offset, int n_threads) {
     std::unique_lock<std::mutex> lock(store->mutex);
     store->changed.wait(lock, [&] { return !store->busy; });
-    store->busy = true;
-    expert_op & op = store->op;
+    store->busy     = true;
+    expert_op & op  = store->op;
     op.layer        = layer;
     op.role_offset  = role_offset;
     op.as_they_come = true;
@@ -145,14 +145,14 @@ static bool ready_to_compute(expert_store * store, int32_t layer, std::unique_lo
 }
 
 void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads, const int32_t * bad_id) {
-    expert_store * store = ref->store;
-    const expert_layer & layer = store->layers[ref->layer];
-    const expert_role  & role  = layer.roles[ref->role];
-    std::unique_lock<std::mutex> lock = take_store(store, ref->layer, role.offset, n_threads);
-    expert_op & op = store->op;
+    expert_store *               store = ref->store;
+    const expert_layer &         layer = store->layers[ref->layer];
+    const expert_role &          role  = layer.roles[ref->role];
+    std::unique_lock<std::mutex> lock  = take_store(store, ref->layer, role.offset, n_threads);
+    expert_op &                  op    = store->op;
     if (bad_id) {
         store->error = "the router of " + std::string(role.tensor) + " chose expert " + std::to_string(*bad_id) + " of " +
-            std::to_string(layer.n_expert);
+                       std::to_string(layer.n_expert);
         fail_op(store, lock);
         return;
     }
@@ -165,8 +165,8 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
         }
     }
     // the layer's weights are computed one after another with the same experts: one acquire, counted at the first
-    uint32_t & seen = store->roles_seen[ref->layer];
-    const uint32_t bit = 1u << ref->role;
+    uint32_t &     seen = store->roles_seen[ref->layer];
+    const uint32_t bit  = 1u << ref->role;
     if (seen & bit) {
         seen = 0;
     }
@@ -183,7 +183,7 @@ void expert_layer_begin(expert_store * store, int32_t layer, const std::vector<i
         return;
     }
     store->op.as_they_come = false;
-    store->op.todo = experts;
+    store->op.todo         = experts;
     if (count) {
         count_acquire(store, store->layers[layer], experts);
     }
@@ -202,7 +202,7 @@ void expert_store_set_error(expert_store * store, const std::string & why) {
 }
 
 const char * const * expert_op_data(const expert_ref * ref) { return ref->store->op.data.data(); }
-bool expert_op_more(const expert_ref * ref) { return !ref->store->op.todo.empty(); }
+bool                 expert_op_more(const expert_ref * ref) { return !ref->store->op.todo.empty(); }
 
 void expert_op_next(const expert_ref * ref) { expert_store_next_pass(ref->store); }
 

@@ -27,9 +27,7 @@ struct expert_buffer_context {
     std::vector<const expert_ref *> refs;
 };
 
-static expert_store * store_of(ggml_backend_buffer_t buffer) {
-    return ((expert_buffer_context *) buffer->context)->store;
-}
+static expert_store * store_of(ggml_backend_buffer_t buffer) { return ((expert_buffer_context *) buffer->context)->store; }
 
 static void buffer_free(ggml_backend_buffer_t buffer) {
     auto * context = (expert_buffer_context *) buffer->context;
@@ -40,18 +38,17 @@ static void buffer_free(ggml_backend_buffer_t buffer) {
     delete context;
 }
 
-static void * buffer_get_base(ggml_backend_buffer_t buffer) {
-    return ((expert_buffer_context *) buffer->context)->base;
-}
+static void * buffer_get_base(ggml_backend_buffer_t buffer) { return ((expert_buffer_context *) buffer->context)->base; }
 
 static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
     const auto & refs = store_of(buffer)->refs;
-    const auto it = refs.find(ggml_get_name(tensor));
+    const auto   it   = refs.find(ggml_get_name(tensor));
     if (it == refs.end()) {
-        GGML_LOG_ERROR("%s: tensor %s is not a routed expert weight and can't be kept with them\n", __func__, ggml_get_name(tensor));
+        GGML_LOG_ERROR(
+            "%s: tensor %s is not a routed expert weight and can't be kept with them\n", __func__, ggml_get_name(tensor));
         return GGML_STATUS_FAILED;
     }
-    auto & context = *(expert_buffer_context *) buffer->context;
+    auto & context                                                         = *(expert_buffer_context *) buffer->context;
     context.refs.at(((char *) tensor->data - context.base) / TENSOR_BYTES) = &it->second;
     return GGML_STATUS_SUCCESS;
 }
@@ -67,20 +64,20 @@ static void copy_out(const expert_ref * ref, const char * source, void * data, s
         return;
     }
     ggml_tensor place = {};
-    place.type   = GGML_TYPE_I8;
-    place.buffer = arena->buffer;
-    place.data   = const_cast<char *>(source);
-    place.ne[0]  = (int64_t) size;
-    place.ne[1]  = place.ne[2] = place.ne[3] = 1;
-    place.nb[0]  = 1;
-    place.nb[1]  = place.nb[2] = place.nb[3] = size;
+    place.type        = GGML_TYPE_I8;
+    place.buffer      = arena->buffer;
+    place.data        = const_cast<char *>(source);
+    place.ne[0]       = (int64_t) size;
+    place.ne[1] = place.ne[2] = place.ne[3] = 1;
+    place.nb[0]                             = 1;
+    place.nb[1] = place.nb[2] = place.nb[3] = size;
     ggml_backend_tensor_get(&place, data, 0, size);
 }
 
 // Saving, quantizing and debugging read weights this way: expert by expert through the cache.
 static void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
-    const expert_ref * ref = expert_ref_of(tensor);
-    const size_t bytes = ref->store->layers[ref->layer].roles[ref->role].bytes;
+    const expert_ref *   ref   = expert_ref_of(tensor);
+    const size_t         bytes = ref->store->layers[ref->layer].roles[ref->role].bytes;
     std::vector<int64_t> rows(tensor->ne[2], 0);
     while (size > 0) {
         const size_t expert = offset / bytes;
@@ -97,11 +94,11 @@ static void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor,
         }
         if (!expert_op_end(ref)) {
             GGML_LOG_ERROR("%s: expert %zu of %s can't be read: %s\n", __func__, expert, ggml_get_name(tensor),
-                    expert_store_error(ref->store));
+                expert_store_error(ref->store));
         }
         data = (char *) data + n;
         offset += n;
-        size   -= n;
+        size -= n;
     }
 }
 
@@ -126,7 +123,7 @@ static const char * buft_get_name(ggml_backend_buffer_type_t buft) {
 }
 
 static ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
-    auto context = std::make_unique<expert_buffer_context>();
+    auto context   = std::make_unique<expert_buffer_context>();
     context->store = ((expert_buft_context *) buft->context)->store;
     if (size > 0) {
         size_t tensor_bytes_max = 0; // so that no tensor reaches past the reserved space
@@ -158,7 +155,7 @@ const expert_ref * expert_ref_of(const ggml_tensor * tensor) {
     }
     // slices of a weight, which backends make for themselves, point elsewhere
     const auto & context = *(const expert_buffer_context *) tensor->buffer->context;
-    const size_t place = ((const char *) tensor->data - context.base) / TENSOR_BYTES;
+    const size_t place   = ((const char *) tensor->data - context.base) / TENSOR_BYTES;
     return (const char *) tensor->data >= context.base && place < context.refs.size() ? context.refs[place] : nullptr;
 }
 
@@ -182,7 +179,7 @@ static ggml_backend_buffer_type_t buft_for(expert_store * store, ggml_backend_de
 }
 
 ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_backend_dev_t dev, const char ** error) {
-    *error = nullptr;
+    *error               = nullptr;
     expert_store * store = expert_store_find(fd);
     if (!store) {
         return nullptr;
@@ -191,21 +188,23 @@ ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_b
     if (it == store->refs.end()) {
         return nullptr;
     }
-    const expert_ref  & ref  = it->second;
+    const expert_ref &  ref  = it->second;
     const expert_role & role = store->layers[ref.layer].roles[ref.role];
     if (meta->type != role.type || meta->ne[0] != role.ne[0] || meta->ne[1] != role.ne[1] || meta->ne[2] != role.ne[2]) {
         expert_set_last_error("%s is %s [%lld, %lld, %lld] in the model but %s [%lld, %lld, %lld] in the expert pack: "
-                "make the pack again from this model", ggml_get_name(meta), ggml_type_name(meta->type),
-                (long long) meta->ne[0], (long long) meta->ne[1], (long long) meta->ne[2], ggml_type_name((ggml_type) role.type),
-                (long long) role.ne[0], (long long) role.ne[1], (long long) role.ne[2]);
+                              "make the pack again from this model",
+            ggml_get_name(meta), ggml_type_name(meta->type), (long long) meta->ne[0], (long long) meta->ne[1],
+            (long long) meta->ne[2], ggml_type_name((ggml_type) role.type), (long long) role.ne[0], (long long) role.ne[1],
+            (long long) role.ne[2]);
         *error = expert_last_error();
         return nullptr;
     }
     ggml_backend_reg_t reg = dev->reg;
     if (ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU &&
-            !(reg->iface.get_proc_address && reg->iface.get_proc_address(reg, "expert_pack_backend"))) {
+        !(reg->iface.get_proc_address && reg->iface.get_proc_address(reg, "expert_pack_backend"))) {
         expert_set_last_error("the experts of %s would be computed on %s, a device that takes no expert pack: load the model "
-                "with n_gpu_layers=0, or split it by layer", ggml_get_name(meta), ggml_backend_dev_name(dev));
+                              "with n_gpu_layers=0, or split it by layer",
+            ggml_get_name(meta), ggml_backend_dev_name(dev));
         *error = expert_last_error();
         return nullptr;
     }

@@ -10,9 +10,10 @@ struct expert_view {
     struct ggml_tensor src0;
 };
 
-static struct ggml_tensor * expert_view_init(struct expert_view * view, const struct ggml_tensor * dst, int64_t expert, const char * data) {
-    view->dst  = *dst;
-    view->src0 = *dst->src[0];
+static struct ggml_tensor * expert_view_init(
+    struct expert_view * view, const struct ggml_tensor * dst, int64_t expert, const char * data) {
+    view->dst        = *dst;
+    view->src0       = *dst->src[0];
     view->src0.data  = (char *) (uintptr_t) data - expert * view->src0.nb[2];
     view->dst.src[0] = &view->src0;
     return &view->dst;

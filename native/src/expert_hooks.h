@@ -38,11 +38,11 @@ bool expert_is_described(int fd, const char * tensor);
 // Several passes when experts are still on their way or do not fit all at once. Each expert is in exactly one pass.
 // On failure no further expert has data and expert_op_end() returns false.
 
-void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads, const int32_t * bad_id);
+void                 expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads, const int32_t * bad_id);
 const char * const * expert_op_data(const expert_ref * ref);
-bool expert_op_more(const expert_ref * ref);
-void expert_op_next(const expert_ref * ref);
-bool expert_op_end(const expert_ref * ref);
+bool                 expert_op_more(const expert_ref * ref);
+void                 expert_op_next(const expert_ref * ref);
+bool                 expert_op_end(const expert_ref * ref);
 
 #ifdef __cplusplus
 }

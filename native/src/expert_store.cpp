@@ -15,7 +15,7 @@ static std::mutex                  registry_mutex;
 static std::vector<expert_store *> registry;
 
 void expert_set_last_error(const char * format, ...) {
-    char text[1024];
+    char    text[1024];
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof(text), format, args);
@@ -24,7 +24,7 @@ void expert_set_last_error(const char * format, ...) {
 }
 
 const char * expert_last_error(void) { return last_error.c_str(); }
-int32_t expert_abi_version(void) { return EXPERT_ABI_VERSION; }
+int32_t      expert_abi_version(void) { return EXPERT_ABI_VERSION; }
 
 expert_arena::~expert_arena() {
     backend_state.reset();
@@ -46,20 +46,21 @@ expert_store::~expert_store() {
 
 static bool layer_is_valid(const expert_layer & layer, int32_t index) {
     if (layer.n_expert <= 0 || layer.first_key < 0 || layer.n_roles <= 0 || layer.n_roles > EXPERT_MAX_ROLES) {
-        expert_set_last_error("expert layer %d is described wrongly: %d experts, %d roles, first key %d",
-                index, layer.n_expert, layer.n_roles, layer.first_key);
+        expert_set_last_error("expert layer %d is described wrongly: %d experts, %d roles, first key %d", index, layer.n_expert,
+            layer.n_roles, layer.first_key);
         return false;
     }
     for (int32_t r = 0; r < layer.n_roles; r++) {
         const expert_role & role = layer.roles[r];
         if (memchr(role.tensor, 0, sizeof(role.tensor)) == nullptr || role.type < 0 || role.type >= GGML_TYPE_COUNT ||
-                role.ne[0] <= 0 || role.ne[1] <= 0 || role.ne[2] != layer.n_expert ||
-                role.bytes != ggml_row_size((ggml_type) role.type, role.ne[0]) * role.ne[1] ||
-                role.bytes > layer.block_bytes || role.offset > layer.block_bytes - role.bytes) {
+            role.ne[0] <= 0 || role.ne[1] <= 0 || role.ne[2] != layer.n_expert ||
+            role.bytes != ggml_row_size((ggml_type) role.type, role.ne[0]) * role.ne[1] || role.bytes > layer.block_bytes ||
+            role.offset > layer.block_bytes - role.bytes) {
             expert_set_last_error("role %d of expert layer %d is described wrongly: %.*s, type %d, %lld x %lld x %lld, "
-                    "%llu bytes at %llu of %llu", r, index, (int) sizeof(role.tensor), role.tensor, role.type,
-                    (long long) role.ne[0], (long long) role.ne[1], (long long) role.ne[2], (unsigned long long) role.bytes,
-                    (unsigned long long) role.offset, (unsigned long long) layer.block_bytes);
+                                  "%llu bytes at %llu of %llu",
+                r, index, (int) sizeof(role.tensor), role.tensor, role.type, (long long) role.ne[0], (long long) role.ne[1],
+                (long long) role.ne[2], (unsigned long long) role.bytes, (unsigned long long) role.offset,
+                (unsigned long long) layer.block_bytes);
             return false;
         }
     }
@@ -67,10 +68,11 @@ static bool layer_is_valid(const expert_layer & layer, int32_t index) {
 }
 
 expert_store * expert_store_create(const char * model_path, const expert_layer * layers, int32_t n_layers,
-                                   const expert_tables * tables, const expert_provider * provider) {
+    const expert_tables * tables, const expert_provider * provider) {
     if (provider->abi_version != EXPERT_ABI_VERSION || provider->struct_size != sizeof(expert_provider)) {
         expert_set_last_error("the expert provider speaks ABI %u (%u bytes), the library ABI %d (%zu bytes): rebuild both "
-                "from one version", provider->abi_version, provider->struct_size, EXPERT_ABI_VERSION, sizeof(expert_provider));
+                              "from one version",
+            provider->abi_version, provider->struct_size, EXPERT_ABI_VERSION, sizeof(expert_provider));
         return nullptr;
     }
     struct stat st;
@@ -79,7 +81,7 @@ expert_store * expert_store_create(const char * model_path, const expert_layer *
         return nullptr;
     }
 
-    auto store = std::make_unique<expert_store>();
+    auto store      = std::make_unique<expert_store>();
     store->file_dev = st.st_dev;
     store->file_ino = st.st_ino;
     store->layers.assign(layers, layers + n_layers);
@@ -111,7 +113,7 @@ expert_store * expert_store_create(const char * model_path, const expert_layer *
 }
 
 expert_store * expert_store_find(int fd) {
-    struct stat st;
+    struct stat                 st;
     std::lock_guard<std::mutex> lock(registry_mutex);
     if (registry.empty() || fstat(fd, &st) != 0) {
         return nullptr;
@@ -148,7 +150,7 @@ void expert_store_free(expert_store * store) {
     expert_store_unref(store);
 }
 
-int32_t expert_store_n_claimed(const expert_store * store) { return store->n_claimed; }
+int32_t      expert_store_n_claimed(const expert_store * store) { return store->n_claimed; }
 const char * expert_store_error(const expert_store * store) { return store->error.c_str(); }
 
 // ---- arenas
@@ -169,7 +171,7 @@ static bool allocate_host(expert_arena & arena) {
     void * base = mmap(nullptr, arena.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) {
         expert_set_last_error("the expert cache of %llu bytes can't be allocated in memory: %s; lower the expert cache",
-                (unsigned long long) arena.size, strerror(errno));
+            (unsigned long long) arena.size, strerror(errno));
         return false;
     }
     madvise(base, arena.size, MADV_HUGEPAGE); // fewer pages to pin for each direct read; not available everywhere
@@ -180,14 +182,14 @@ static bool allocate_host(expert_arena & arena) {
 // Through ggml's own allocator: one CUDA runtime, correct accounting.
 static bool allocate_device(expert_arena & arena) {
     const uint64_t tail = 64 * 1024; // kernels read a little past a row's end
-    arena.buffer = ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(arena.dev), arena.size + tail);
+    arena.buffer        = ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(arena.dev), arena.size + tail);
     if (!arena.buffer) {
-        size_t free = 0;
+        size_t free  = 0;
         size_t total = 0;
         ggml_backend_dev_memory(arena.dev, &free, &total);
         expert_set_last_error("the expert cache of %llu MiB can't be allocated on %s, which has %zu of %zu MiB free: lower "
-                "the expert cache or raise its reserve", (unsigned long long) (arena.size >> 20), ggml_backend_dev_name(arena.dev),
-                free >> 20, total >> 20);
+                              "the expert cache or raise its reserve",
+            (unsigned long long) (arena.size >> 20), ggml_backend_dev_name(arena.dev), free >> 20, total >> 20);
         return false;
     }
     ggml_backend_buffer_set_usage(arena.buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
@@ -196,10 +198,10 @@ static bool allocate_device(expert_arena & arena) {
     return true;
 }
 
-int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes,
-                           int32_t first_slot, int32_t n_slots, const uint64_t * offsets, void ** host) {
-    *host = nullptr;
-    auto arena = std::make_unique<expert_arena>();
+int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes, int32_t first_slot, int32_t n_slots,
+    const uint64_t * offsets, void ** host) {
+    *host       = nullptr;
+    auto arena  = std::make_unique<expert_arena>();
     arena->size = n_bytes;
     arena->dev  = device_by_name(store, device);
     if (!arena->dev || !(is_host(arena->dev) ? allocate_host(*arena) : allocate_device(*arena))) {
@@ -207,8 +209,8 @@ int expert_store_add_arena(expert_store * store, const char * device, uint64_t n
     }
     std::lock_guard<std::mutex> lock(store->mutex);
     if (first_slot < 0 || n_slots <= 0 || (size_t) first_slot != store->slot_data.size()) {
-        expert_set_last_error("slots of device %s must follow the %zu before: %d slots from %d", device,
-                store->slot_data.size(), n_slots, first_slot);
+        expert_set_last_error("slots of device %s must follow the %zu before: %d slots from %d", device, store->slot_data.size(),
+            n_slots, first_slot);
         return 0;
     }
     for (int32_t i = 0; i < n_slots; i++) {
@@ -226,21 +228,18 @@ void * expert_store_alloc_staging(expert_store * store, const char * device, uin
         return nullptr;
     }
     ggml_backend_buffer_type_t host_buft = ggml_backend_dev_host_buffer_type(dev);
-    ggml_backend_buffer_t buffer = host_buft ? ggml_backend_buft_alloc_buffer(host_buft, n_bytes) : nullptr;
+    const uint64_t             page   = 4096; // direct reads need whole pages; small pinned allocations are not aligned to them
+    ggml_backend_buffer_t      buffer = host_buft ? ggml_backend_buft_alloc_buffer(host_buft, n_bytes + page) : nullptr;
     // a backend that can't lock pages hands out an ordinary buffer of another type
     *pinned = buffer && ggml_backend_buffer_get_type(buffer) == host_buft;
-    if (buffer && (uintptr_t) ggml_backend_buffer_get_base(buffer) % 4096 != 0) {
-        ggml_backend_buffer_free(buffer);
-        buffer = nullptr;
-    }
     if (!buffer) {
         expert_set_last_error("%llu bytes of staging memory for %s can't be allocated: lower expert_stage_slots",
-                (unsigned long long) n_bytes, device);
+            (unsigned long long) n_bytes, device);
         return nullptr;
     }
     std::lock_guard<std::mutex> lock(store->mutex);
     store->staging.push_back(buffer);
-    return ggml_backend_buffer_get_base(buffer);
+    return (char *) GGML_PAD((uintptr_t) ggml_backend_buffer_get_base(buffer), page);
 }
 
 static expert_arena * find_arena(expert_store * store, ggml_backend_dev_t dev) {
@@ -264,8 +263,8 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
         }
     }
     const char * device = ggml_backend_dev_name(dev);
-    size_t free = 0;
-    size_t total = 0;
+    size_t       free   = 0;
+    size_t       total  = 0;
     ggml_backend_dev_memory(dev, &free, &total);
     store->tables.counters[EXPERT_PROVIDER_CALLS]++;
     expert_set_last_error("the provider could not open the expert cache on %s", device);
@@ -297,14 +296,14 @@ static void read_ended(expert_store * store, int32_t expert) {
 // On the calling thread, in a stream of its own; ggml's backends wait for the end of it.
 static void copy_to_slot(expert_store * store, int32_t layer, int32_t slot, const void * host) {
     const expert_arena * arena = store->slot_arena[slot];
-    ggml_tensor place = {};
-    place.type   = GGML_TYPE_I8;
-    place.buffer = arena->buffer;
-    place.data   = store->slot_data[slot];
-    place.ne[0]  = (int64_t) store->layers[layer].block_bytes;
-    place.ne[1]  = place.ne[2] = place.ne[3] = 1;
-    place.nb[0]  = 1;
-    place.nb[1]  = place.nb[2] = place.nb[3] = (size_t) place.ne[0];
+    ggml_tensor          place = {};
+    place.type                 = GGML_TYPE_I8;
+    place.buffer               = arena->buffer;
+    place.data                 = store->slot_data[slot];
+    place.ne[0]                = (int64_t) store->layers[layer].block_bytes;
+    place.ne[1] = place.ne[2] = place.ne[3] = 1;
+    place.nb[0]                             = 1;
+    place.nb[1] = place.nb[2] = place.nb[3] = (size_t) place.ne[0];
     ggml_backend_tensor_set(&place, host, 0, (size_t) place.ne[0]);
 }
 
@@ -322,7 +321,7 @@ void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, in
 void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, const char * why) {
     std::lock_guard<std::mutex> lock(store->mutex);
     store->op.failed = true;
-    store->error = why;
+    store->error     = why;
     GGML_UNUSED(layer);
     read_ended(store, expert);
 }

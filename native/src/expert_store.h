@@ -30,21 +30,21 @@ struct expert_arena {
     ggml_backend_buffer_t buffer = nullptr; // NULL: mapped host memory
     std::shared_ptr<void> backend_state;
 
-    expert_arena() = default;
-    expert_arena(const expert_arena &) = delete;
+    expert_arena()                                 = default;
+    expert_arena(const expert_arena &)             = delete;
     expert_arena & operator=(const expert_arena &) = delete;
     ~expert_arena();
 };
 
 // One MUL_MAT_ID in progress. A store runs one at a time: contexts of the same model take turns.
 struct expert_op {
-    int32_t                   layer = 0;
+    int32_t                   layer       = 0;
     uint64_t                  role_offset = 0;
-    std::vector<int32_t>      todo;       // experts not yet handed to the threads
-    std::vector<char>         in_flight;  // [n_expert] a read of it is under way
-    int32_t                   n_in_flight = 0;
+    std::vector<int32_t>      todo;      // experts not yet handed to the threads
+    std::vector<char>         in_flight; // [n_expert] a read of it is under way
+    int32_t                   n_in_flight  = 0;
     bool                      as_they_come = true; // hand out what is there; false: as many as fit, at once
-    std::vector<const char *> data;       // [n_expert] experts of this pass
+    std::vector<const char *> data;                // [n_expert] experts of this pass
     bool                      failed = false;
     std::atomic<int>          n_running{0};
 };
@@ -57,25 +57,25 @@ struct expert_store {
     expert_tables             tables   = {};
     expert_provider           provider = {};
 
-    std::unordered_map<std::string, expert_ref>    refs;      // by tensor name
-    std::vector<ggml_backend_dev_t>                layer_dev; // [layer] device that computes it, NULL: not claimed
-    std::atomic<int32_t>                           n_claimed{0};
-    std::vector<std::unique_ptr<ggml_backend_buffer_type>> bufts;   // one a device
+    std::unordered_map<std::string, expert_ref>            refs;      // by tensor name
+    std::vector<ggml_backend_dev_t>                        layer_dev; // [layer] device that computes it, NULL: not claimed
+    std::atomic<int32_t>                                   n_claimed{0};
+    std::vector<std::unique_ptr<ggml_backend_buffer_type>> bufts; // one a device
 
-    std::mutex              mutex;        // guards what follows
-    std::condition_variable changed;
+    std::mutex                                 mutex; // guards what follows
+    std::condition_variable                    changed;
     std::vector<std::unique_ptr<expert_arena>> arenas;
-    std::vector<ggml_backend_buffer_t> staging;
-    std::vector<char *>     slot_data;    // [slot] address in its arena
-    std::vector<expert_arena *> slot_arena; // [slot]
-    bool                    busy = false; // an op holds the store
-    expert_op               op;
-    std::vector<uint32_t>   roles_seen;   // [layer] roles computed since the layer was last acquired
-    int64_t                 now = 0;      // number of the last acquire
-    std::string             error;        // why the last failed decode failed
+    std::vector<ggml_backend_buffer_t>         staging;
+    std::vector<char *>                        slot_data;    // [slot] address in its arena
+    std::vector<expert_arena *>                slot_arena;   // [slot]
+    bool                                       busy = false; // an op holds the store
+    expert_op                                  op;
+    std::vector<uint32_t>                      roles_seen; // [layer] roles computed since the layer was last acquired
+    int64_t                                    now = 0;    // number of the last acquire
+    std::string                                error;      // why the last failed decode failed
 
-    const int32_t * slot_of(int32_t layer) const { return tables.slot_of + layers[layer].first_key; }
-    std::atomic<int> n_refs{1};           // buffers and the registration keep the store alive
+    const int32_t *  slot_of(int32_t layer) const { return tables.slot_of + layers[layer].first_key; }
+    std::atomic<int> n_refs{1}; // buffers and the registration keep the store alive
 
     ~expert_store();
 };

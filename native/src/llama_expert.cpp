@@ -2,20 +2,20 @@
 
 #include "expert_hooks.h"
 
-ggml_backend_buffer_type_t llama_expert_claim(const llama_model_loader & ml, const ggml_tensor * meta,
-                                              const buft_list_t::value_type * place) {
+ggml_backend_buffer_type_t llama_expert_claim(
+    const llama_model_loader & ml, const ggml_tensor * meta, const buft_list_t::value_type * place) {
     if (ml.files.empty()) {
         return nullptr;
     }
-    ggml_backend_dev_t dev = place ? place->first : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    const char * error = nullptr;
-    ggml_backend_buffer_type_t buft = expert_claim(ml.files.front()->file_id(), meta, dev, &error);
+    ggml_backend_dev_t         dev   = place ? place->first : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    const char *               error = nullptr;
+    ggml_backend_buffer_type_t buft  = expert_claim(ml.files.front()->file_id(), meta, dev, &error);
     if (error) {
         throw std::runtime_error(error);
     }
     if (buft && place && place->second != ggml_backend_dev_buffer_type(dev)) {
-        throw std::runtime_error(format("%s: an expert pack can't be used with split mode row or tensor: use split mode layer",
-                ggml_get_name(meta)));
+        throw std::runtime_error(
+            format("%s: an expert pack can't be used with split mode row or tensor: use split mode layer", ggml_get_name(meta)));
     }
     return buft;
 }
@@ -37,10 +37,10 @@ ggml_backend_buffer_type_t llama_expert_adapter_buft(ggml_backend_buffer_type_t 
 // For bindings that keep copies of llama.h's structs: 0 for a name it does not know.
 extern "C" LLAMA_API size_t llama_expert_struct_size(const char * name) {
     const std::pair<const char *, size_t> sizes[] = {
-        { "llama_model_params",      sizeof(llama_model_params) },
-        { "llama_context_params",    sizeof(llama_context_params) },
-        { "llama_batch",             sizeof(llama_batch) },
-        { "llama_model_kv_override", sizeof(llama_model_kv_override) },
+        {"llama_model_params", sizeof(llama_model_params)},
+        {"llama_context_params", sizeof(llama_context_params)},
+        {"llama_batch", sizeof(llama_batch)},
+        {"llama_model_kv_override", sizeof(llama_model_kv_override)},
     };
     for (const auto & [known, size] : sizes) {
         if (strcmp(known, name) == 0) {

@@ -73,6 +73,10 @@ ARCHITECTURES = [
 ]
 
 
+# Upstream loads these experts, but its graph computes a dense feed-forward network.
+NOT_COMPUTED = {"refact-moe"}
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Upstream's generated models that have routed experts, by name."""
@@ -126,6 +130,6 @@ def test_the_list_is_complete(models: dict[str, Path]) -> None:
 def test_logits_are_identical(name: str, budget: str, runs: dict[str, Run]) -> None:
     ours = runs[f"{name}.{budget}"]
     assert differences(runs[f"{name}.stock"], ours) == ""
-    assert ours.stats["loads"] > 0, "no expert came from the pack"
+    assert (ours.stats["loads"] > 0) == (name not in NOT_COMPUTED), "did experts come from the pack?"
     if budget == "all":
         assert ours.stats["evictions"] == 0

@@ -117,6 +117,14 @@ def test_with_mmap_the_experts_are_not_mapped_in(model: Path) -> None:
     assert 0 < found["mapped_resident"] <= n_trunk_bytes + slack < n_trunk_bytes + n_expert_bytes
 
 
+def test_locking_memory_does_not_lock_the_experts(model: Path) -> None:
+    """Stock locks a mapping from the file's start on; the experts in it must not come along."""
+    n_expert_bytes, n_trunk_bytes = sizes(model)
+    found = measure(model, [64], expert_cache="32MiB", use_mlock=True)
+    assert found["mapped_resident"] == 0
+    assert found["load_reads"] < n_trunk_bytes + 8 * MIB
+
+
 @pytest.mark.parametrize("use_mmap", [True, False])
 def test_peak_memory_is_trunk_and_cache(use_mmap: bool, model: Path) -> None:
     n_expert_bytes, n_trunk_bytes = sizes(model)

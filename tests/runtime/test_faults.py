@@ -1,4 +1,4 @@
-"""Reads that fail: no wrong token, ever. What returns has the logits of an undisturbed run; what raises undoes itself."""
+"""Reads that fail: what returns has the logits of an undisturbed run, what raises undoes itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from llama_expert_pack import ExpertPackError
 from pypack.direct_io import pread_into
+from pypack.errors import BudgetError
 from pypack.pack import find_pack, open_pack
 from tests.compare import minimum_budget
 from tests.runtime.packed import (
@@ -175,11 +176,21 @@ def test_one_damaged_expert_fails_only_the_evaluations_that_use_it(tmp_path: Pat
         assert (bits(llm) == expected).all()
 
 
-def test_the_reason_is_that_of_the_last_failure(tmp_path: Path) -> None:
+def test_the_reason_is_that_of_the_last_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the provider knows it or native: what one failure said is not said again."""
+
+    def broken(*_: object) -> list[int]:
+        raise BudgetError("no slots today")
+
     with loaded(variant("type-Q4_K", tmp_path)) as llm:
-        for code, why in ((errno.EIO, "Input/output error"), (errno.EINVAL, "Invalid argument")):
-            with reads(llm, refused(code)):
-                assert why in decode_error(lambda: llm.eval([1, 2, 3]))
+        for _ in range(2):
+            with monkeypatch.context() as patched:
+                patched.setattr(llm._provider.cache, "fetch", broken)
+                assert decode_error(lambda: llm.eval([1, 2, 3])) == "no slots today"
+            for code, why in ((errno.EIO, "Input/output error"), (errno.EINVAL, "Invalid argument")):
+                with reads(llm, refused(code)):
+                    assert why in decode_error(lambda: llm.eval([1, 2, 3]))
+        llm.eval([1, 2, 3])
 
 
 def test_errors_that_are_not_ours_stay_what_they_are(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def test_a_process_may_end_without_close(end: str, tmp_path: Path) -> None:
     run = run_python(code, path, stats)
     assert run.returncode == (3 if "3" in end else 0), run.stderr
     assert "Traceback" not in run.stderr and "Exception ignored" not in run.stderr
+    assert json.loads(stats.read_text())["acquires"] == 2, "the end of the process writes the last statistics"
 
 
 def test_loading_and_closing_leaves_nothing_behind(tmp_path: Path) -> None:

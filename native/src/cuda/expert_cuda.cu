@@ -9,8 +9,8 @@
 struct expert_span {
     const expert_ref *  ref;
     const ggml_tensor * ids;
-    int first;
-    int last;
+    int                 first;
+    int                 last;
 };
 
 static std::vector<expert_span> find_spans(const ggml_cgraph * cgraph) {
@@ -47,7 +47,7 @@ const void * expert_cuda_weight(int device, const ggml_tensor * weight, const in
     const expert_cuda_state * state = expert_cuda_state_of(ref, device);
     GGML_ASSERT(state && "expert_cuda_mode_of opens the arena first");
     const expert_layer & layer = ref->store->layers[ref->layer];
-    *offsets = state->offsets + layer.first_key;
+    *offsets                   = state->offsets + layer.first_key;
     return state->base + layer.roles[ref->role].offset;
 }
 
@@ -58,8 +58,8 @@ const void * expert_cuda_matrix(int device, const ggml_tensor * weight, int64_t 
     }
     const expert_cuda_state * state = expert_cuda_state_of(ref, device);
     GGML_ASSERT(state && "expert_cuda_mode_of opens the arena first");
-    const int32_t slot = ref->store->slot_of(ref->layer)[expert];
-    const char * block = slot >= 0 ? ref->store->slot_data[slot] : state->base; // rows of another pass: anything readable
+    const int32_t slot  = ref->store->slot_of(ref->layer)[expert];
+    const char *  block = slot >= 0 ? ref->store->slot_data[slot] : state->base; // rows of another pass: anything readable
     return block + ref->store->layers[ref->layer].roles[ref->role].offset;
 }
 
@@ -77,9 +77,9 @@ expert_cuda_mode expert_cuda_mode_of(ggml_backend_cuda_context & ctx, const ggml
         if (!expert_cuda_state_of(span.ref, ctx.device)) {
             return EXPERT_CUDA_SEGMENTS; // which reports the error
         }
-        const int64_t n_ids = span.ids->ne[0] * span.ids->ne[1];
-        const expert_store * store = span.ref->store;
-        const int64_t n_distinct = std::min<int64_t>(n_ids, store->layers[span.ref->layer].n_expert);
+        const int64_t        n_ids      = span.ids->ne[0] * span.ids->ne[1];
+        const expert_store * store      = span.ref->store;
+        const int64_t        n_distinct = std::min<int64_t>(n_ids, store->layers[span.ref->layer].n_expert);
         if (n_ids > EXPERT_LOOKUP_IDS_MAX || n_distinct > store->tables.layer_slots[span.ref->layer]) {
             return EXPERT_CUDA_SEGMENTS;
         }
@@ -107,12 +107,12 @@ static void give_arena(expert_cuda_state & state, ggml_backend_cuda_context & ct
 // The distinct ids of a batch; false and the store's error if one is out of range.
 static bool distinct_ids(const expert_ref * ref, const int32_t * ids, size_t n_ids, std::vector<int32_t> & distinct) {
     const expert_layer & layer = ref->store->layers[ref->layer];
-    std::vector<char> seen(layer.n_expert, 0);
+    std::vector<char>    seen(layer.n_expert, 0);
     distinct.clear();
     for (size_t i = 0; i < n_ids; i++) {
         if (ids[i] < 0 || ids[i] >= layer.n_expert) {
             expert_store_set_error(ref->store, "the router of " + std::string(layer.roles[ref->role].tensor) + " chose expert " +
-                    std::to_string(ids[i]) + " of " + std::to_string(layer.n_expert));
+                                                   std::to_string(ids[i]) + " of " + std::to_string(layer.n_expert));
             return false;
         }
         if (!seen[ids[i]]) {
@@ -132,7 +132,8 @@ static const int32_t * read_ids(expert_cuda_state & state, const ggml_tensor * i
     }
     const size_t row = ids->ne[0] * sizeof(int32_t);
     GGML_ASSERT(ids->nb[0] == sizeof(int32_t));
-    CUDA_CHECK(cudaMemcpy2DAsync(state.ids_segments, row, ids->data, ids->nb[1], row, ids->ne[1], cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(
+        cudaMemcpy2DAsync(state.ids_segments, row, ids->data, ids->nb[1], row, ids->ne[1], cudaMemcpyDeviceToHost, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream)); // also: kernels of earlier layers have ended, their slots may be taken
     return state.ids_segments;
 }
@@ -142,7 +143,7 @@ static const int32_t * read_ids(expert_cuda_state & state, const ggml_tensor * i
 static std::vector<const ggml_tensor *> outside_inputs(const ggml_cgraph * cgraph, int first, int last) {
     std::vector<const ggml_tensor *> made;
     std::vector<const ggml_tensor *> inputs;
-    const auto root_of = [](const ggml_tensor * tensor) { return tensor->view_src ? tensor->view_src : tensor; };
+    const auto root_of  = [](const ggml_tensor * tensor) { return tensor->view_src ? tensor->view_src : tensor; };
     const auto contains = [](const std::vector<const ggml_tensor *> & list, const ggml_tensor * tensor) {
         return std::find(list.begin(), list.end(), tensor) != list.end();
     };
@@ -151,7 +152,7 @@ static std::vector<const ggml_tensor *> outside_inputs(const ggml_cgraph * cgrap
         for (const ggml_tensor * src : node->src) {
             const ggml_tensor * root = src ? root_of(src) : nullptr;
             if (root && root->buffer && root->data && !contains(made, root) && !contains(inputs, root) && !expert_ref_of(root) &&
-                    ggml_backend_buffer_get_usage(root->buffer) != GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
+                ggml_backend_buffer_get_usage(root->buffer) != GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
                 inputs.push_back(root);
             }
         }
@@ -162,24 +163,30 @@ static std::vector<const ggml_tensor *> outside_inputs(const ggml_cgraph * cgrap
 
 static ggml_cgraph part_of(ggml_cgraph * cgraph, int first, int end) {
     ggml_cgraph part = ggml_graph_view(cgraph, first, end);
-    part.uid = 0;
+    part.uid         = 0;
     return part;
 }
 
 // Runs nodes [span.first, span.last] once per pass, each time with the experts of the pass, and keeps their rows.
-static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph, const expert_span & span, expert_cuda_compute compute,
-                                   expert_cuda_state & state, const std::vector<int32_t> & experts) {
-    auto & ctx = *(ggml_backend_cuda_context *) backend->context;
-    cudaStream_t stream = ctx.stream();
-    expert_store * store = span.ref->store;
-    const int32_t n_expert = store->layers[span.ref->layer].n_expert;
-    ggml_tensor * out = cgraph->nodes[span.last];
+static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph, const expert_span & span,
+    expert_cuda_compute compute, expert_cuda_state & state, const std::vector<int32_t> & experts) {
+    auto &         ctx      = *(ggml_backend_cuda_context *) backend->context;
+    cudaStream_t   stream   = ctx.stream();
+    expert_store * store    = span.ref->store;
+    const int32_t  n_expert = store->layers[span.ref->layer].n_expert;
+    ggml_tensor *  out      = cgraph->nodes[span.last];
 
     const std::vector<const ggml_tensor *> inputs = outside_inputs(cgraph, span.first, span.last);
-    std::vector<std::unique_ptr<ggml_cuda_pool_alloc<char>>> saved;
+    std::vector<size_t>                    place; // of each input in `saved`
+    size_t                                 n_saved = 0;
     for (const ggml_tensor * input : inputs) {
-        saved.push_back(std::make_unique<ggml_cuda_pool_alloc<char>>(ctx.pool(), ggml_nbytes(input)));
-        CUDA_CHECK(cudaMemcpyAsync(saved.back()->get(), input->data, ggml_nbytes(input), cudaMemcpyDeviceToDevice, stream));
+        place.push_back(n_saved);
+        n_saved += GGML_PAD(ggml_nbytes(input), 256);
+    }
+    ggml_cuda_pool_alloc<char> saved(ctx.pool(), std::max<size_t>(n_saved, 1));
+    for (size_t i = 0; i < inputs.size(); i++) {
+        CUDA_CHECK(
+            cudaMemcpyAsync(saved.get() + place[i], inputs[i]->data, ggml_nbytes(inputs[i]), cudaMemcpyDeviceToDevice, stream));
     }
     ggml_cuda_pool_alloc<char>    kept(ctx.pool(), ggml_nbytes(out));
     ggml_cuda_pool_alloc<uint8_t> in_pass(ctx.pool(), n_expert);
@@ -188,14 +195,14 @@ static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph,
     for (size_t i = 0; i < inputs.size(); i++) {
         const ggml_tensor * root = span.ids->view_src ? span.ids->view_src : span.ids;
         if (inputs[i] == root) {
-            ids.data = saved[i]->get() + ((const char *) span.ids->data - (const char *) root->data);
+            ids.data = saved.get() + place[i] + ((const char *) span.ids->data - (const char *) root->data);
         }
     }
 
     std::vector<int32_t> pass;
     std::vector<uint8_t> chosen;
-    bool ok = true;
-    for (bool first = true; ; first = false) {
+    bool                 ok = true;
+    for (bool first = true;; first = false) {
         pass.clear();
         chosen.assign(n_expert, 0);
         for (int32_t expert : experts) {
@@ -210,10 +217,11 @@ static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph,
         state.apply(state.changes(span.ref->layer, pass), stream);
         CUDA_CHECK(cudaMemcpyAsync(in_pass.get(), chosen.data(), n_expert, cudaMemcpyHostToDevice, stream));
         for (size_t i = 0; i < inputs.size() && !first; i++) {
-            CUDA_CHECK(cudaMemcpyAsync(inputs[i]->data, saved[i]->get(), ggml_nbytes(inputs[i]), cudaMemcpyDeviceToDevice, stream));
+            CUDA_CHECK(cudaMemcpyAsync(
+                inputs[i]->data, saved.get() + place[i], ggml_nbytes(inputs[i]), cudaMemcpyDeviceToDevice, stream));
         }
         ggml_cgraph part = part_of(cgraph, span.first, span.last + 1);
-        ok = compute(backend, &part) == GGML_STATUS_SUCCESS;
+        ok               = compute(backend, &part) == GGML_STATUS_SUCCESS;
         expert_cuda_launch_keep_rows(&ids, in_pass.get(), out, kept.get(), stream);
         if (!ok || store->op.todo.empty()) {
             break;
@@ -227,17 +235,18 @@ static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph,
 }
 
 // Makes the span's experts resident; runs the span itself if it takes several passes. *next: where the graph goes on.
-static enum ggml_status run_span(ggml_backend_t backend, ggml_cgraph * cgraph, const expert_span & span, expert_cuda_compute compute, int * next) {
-    auto & ctx = *(ggml_backend_cuda_context *) backend->context;
-    expert_store * store = span.ref->store;
-    *next = span.first;
+static enum ggml_status run_span(
+    ggml_backend_t backend, ggml_cgraph * cgraph, const expert_span & span, expert_cuda_compute compute, int * next) {
+    auto &         ctx        = *(ggml_backend_cuda_context *) backend->context;
+    expert_store * store      = span.ref->store;
+    *next                     = span.first;
     expert_cuda_state * state = expert_cuda_state_of(span.ref, ctx.device);
     if (!state) {
         return GGML_STATUS_FAILED;
     }
     take_arena(*state, ctx);
     std::vector<int32_t> experts;
-    const int32_t * ids = read_ids(*state, span.ids, ctx.stream());
+    const int32_t *      ids = read_ids(*state, span.ids, ctx.stream());
     if (!distinct_ids(span.ref, ids, span.ids->ne[0] * span.ids->ne[1], experts)) {
         return GGML_STATUS_FAILED;
     }
@@ -245,7 +254,7 @@ static enum ggml_status run_span(ggml_backend_t backend, ggml_cgraph * cgraph, c
     enum ggml_status status = GGML_STATUS_SUCCESS;
     if (!store->op.failed && !store->op.todo.empty()) {
         status = run_passes(backend, cgraph, span, compute, *state, experts);
-        *next = span.last + 1;
+        *next  = span.last + 1;
     } else if (!store->op.failed) {
         state->apply(state->changes(span.ref->layer, experts), ctx.stream());
     }
@@ -257,17 +266,17 @@ static enum ggml_status run_span(ggml_backend_t backend, ggml_cgraph * cgraph, c
 }
 
 enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * cgraph, expert_cuda_compute compute) {
-    auto & ctx = *(ggml_backend_cuda_context *) backend->context;
+    auto &                         ctx   = *(ggml_backend_cuda_context *) backend->context;
     const std::vector<expert_span> spans = find_spans(cgraph);
-    in_segments = true;
-    enum ggml_status status = GGML_STATUS_SUCCESS;
-    int next = 0;
+    in_segments                          = true;
+    enum ggml_status status              = GGML_STATUS_SUCCESS;
+    int              next                = 0;
     for (size_t i = 0; i <= spans.size() && status == GGML_STATUS_SUCCESS; i++) {
         const int end = i < spans.size() ? spans[i].first : cgraph->n_nodes;
         if (next < end) {
             ggml_cgraph part = part_of(cgraph, next, end);
-            status = compute(backend, &part);
-            next = end;
+            status           = compute(backend, &part);
+            next             = end;
         }
         if (i < spans.size() && status == GGML_STATUS_SUCCESS) {
             status = run_span(backend, cgraph, spans[i], compute, &next);
@@ -315,7 +324,7 @@ void expert_cuda_lookup_node(ggml_backend_cuda_context & ctx, const ggml_tensor 
 static bool answer(expert_cuda_state & state, const expert_span & span, const std::vector<int32_t> & experts) {
     expert_store * store = span.ref->store;
     expert_layer_begin(store, span.ref->layer, experts, true);
-    const bool complete = store->op.todo.empty();
+    const bool                 complete = store->op.todo.empty();
     std::vector<expert_update> changed;
     if (!store->op.failed) {
         changed = state.changes(span.ref->layer, experts);
@@ -332,16 +341,16 @@ static bool answer(expert_cuda_state & state, const expert_span & span, const st
 
 enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
     GGML_UNUSED(cgraph);
-    expert_cuda_state & state = *expert_cuda_state_of(looked_up.front().ref, ctx.device);
-    expert_mailbox & mailbox = *state.mailbox;
+    expert_cuda_state & state   = *expert_cuda_state_of(looked_up.front().ref, ctx.device);
+    expert_mailbox &    mailbox = *state.mailbox;
     give_arena(state, ctx);
-    const auto ids_of = [&](const expert_span & span) { return state.ids + (size_t) span.ref->layer * EXPERT_LOOKUP_IDS_MAX; };
+    const auto ids_of   = [&](const expert_span & span) { return state.ids + (size_t) span.ref->layer * EXPERT_LOOKUP_IDS_MAX; };
     const auto n_ids_of = [](const expert_span & span) { return (size_t) (span.ids->ne[0] * span.ids->ne[1]); };
 
-    bool   ok = true;
-    size_t n_counted = 0; // acquires are counted in the order of layers, before anything is evicted for a later one
+    bool                 ok        = true;
+    size_t               n_counted = 0; // acquires are counted in the order of layers, before anything is evicted for a later one
     std::vector<int32_t> experts;
-    const auto count_hits = [&](size_t end) {
+    const auto           count_hits = [&](size_t end) {
         for (; n_counted < end; n_counted++) {
             const expert_span & span = looked_up[n_counted];
             if (distinct_ids(span.ref, ids_of(span), n_ids_of(span), experts)) {
@@ -351,8 +360,8 @@ enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const
     };
     uint32_t answered = 0;
     while (ok) {
-        const cudaError_t done = cudaEventQuery(state.used);
-        const uint32_t request = mailbox.request;
+        const cudaError_t done    = cudaEventQuery(state.used);
+        const uint32_t    request = mailbox.request;
         if (request != answered && request != 0) {
             std::atomic_thread_fence(std::memory_order_seq_cst);
             size_t i = n_counted;
@@ -362,8 +371,8 @@ enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const
             GGML_ASSERT(i < looked_up.size());
             count_hits(i);
             n_counted = i + 1;
-            ok = distinct_ids(looked_up[i].ref, ids_of(looked_up[i]), n_ids_of(looked_up[i]), experts) &&
-                answer(state, looked_up[i], experts);
+            ok        = distinct_ids(looked_up[i].ref, ids_of(looked_up[i]), n_ids_of(looked_up[i]), experts) &&
+                 answer(state, looked_up[i], experts);
             answered = request;
             std::atomic_thread_fence(std::memory_order_seq_cst);
             if (ok) {

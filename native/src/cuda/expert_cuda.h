@@ -34,10 +34,10 @@ const void * expert_cuda_matrix(int device, const ggml_tensor * weight, int64_t 
 
 expert_cuda_mode expert_cuda_mode_of(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph);
 // True inside a graph that runs in segments: its parts are not captured.
-bool expert_cuda_in_segments();
+bool             expert_cuda_in_segments();
 enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * cgraph, expert_cuda_compute compute);
 
 // Around the capture or launch of a whole graph in lookup mode.
-void expert_cuda_lookup_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph);
-void expert_cuda_lookup_node(ggml_backend_cuda_context & ctx, const ggml_tensor * node);
+void             expert_cuda_lookup_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph);
+void             expert_cuda_lookup_node(ggml_backend_cuda_context & ctx, const ggml_tensor * node);
 enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph);

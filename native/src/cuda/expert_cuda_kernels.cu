@@ -11,9 +11,8 @@ static __global__ void expert_apply_updates(const expert_update * updates, int n
 
 // One block. Writes the layer's ids to the host, and if one of them is not resident waits until the host has brought
 // all of them in and says what changed.
-static __global__ void expert_lookup(
-        const char * ids, int64_t ids_stride, int n_used, int n_ids, int layer, int first_key, int n_expert,
-        int64_t * offsets, uint8_t * resident, uint32_t * sequence, int32_t * ids_host, expert_mailbox * mailbox) {
+static __global__ void expert_lookup(const char * ids, int64_t ids_stride, int n_used, int n_ids, int layer, int first_key,
+    int n_expert, int64_t * offsets, uint8_t * resident, uint32_t * sequence, int32_t * ids_host, expert_mailbox * mailbox) {
     __shared__ int      missing;
     __shared__ uint32_t number;
     if (threadIdx.x == 0) {
@@ -23,7 +22,7 @@ static __global__ void expert_lookup(
     __syncthreads();
     for (int i = threadIdx.x; i < n_ids; i += blockDim.x) {
         const int id = *(const int32_t *) (ids + (i / n_used) * ids_stride + (i % n_used) * sizeof(int32_t));
-        ids_host[i] = id;
+        ids_host[i]  = id;
         if (id < 0 || id >= n_expert || !resident[first_key + id]) {
             missing = 1;
         }
@@ -46,15 +45,14 @@ static __global__ void expert_lookup(
     const int n = mailbox->n_updates;
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         const volatile expert_update * update = &mailbox->updates[i];
-        offsets[update->key]  = update->offset;
-        resident[update->key] = (uint8_t) update->resident;
+        offsets[update->key]                  = update->offset;
+        resident[update->key]                 = (uint8_t) update->resident;
     }
     __threadfence();
 }
 
-static __global__ void expert_keep_rows(
-        const char * ids, int64_t ids_nb0, int64_t ids_nb1, const uint8_t * in_pass,
-        const char * src, char * dst, int64_t row_bytes, int64_t nb1, int64_t nb2) {
+static __global__ void expert_keep_rows(const char * ids, int64_t ids_nb0, int64_t ids_nb1, const uint8_t * in_pass,
+    const char * src, char * dst, int64_t row_bytes, int64_t nb1, int64_t nb2) {
     const int used  = blockIdx.x;
     const int token = blockIdx.y;
     if (!in_pass[*(const int32_t *) (ids + token * ids_nb1 + used * ids_nb0)]) {
@@ -67,29 +65,29 @@ static __global__ void expert_keep_rows(
 }
 
 void expert_cuda_launch_lookup(const expert_cuda_state & state, int32_t layer, const ggml_tensor * ids, cudaStream_t stream) {
-    const int n_used = (int) ids->ne[0];
-    const int n_ids  = (int) (ids->ne[0] * ids->ne[1]);
+    const int            n_used    = (int) ids->ne[0];
+    const int            n_ids     = (int) (ids->ne[0] * ids->ne[1]);
     const expert_layer & described = state.store->layers[layer];
     expert_lookup<<<1, n_ids <= 32 ? 32 : 256, 0, stream>>>((const char *) ids->data, ids->nb[1], n_used, n_ids, layer,
-            described.first_key, described.n_expert, state.offsets, state.resident, state.sequence,
-            state.ids + (size_t) layer * EXPERT_LOOKUP_IDS_MAX, state.mailbox);
+        described.first_key, described.n_expert, state.offsets, state.resident, state.sequence,
+        state.ids + (size_t) layer * EXPERT_LOOKUP_IDS_MAX, state.mailbox);
     CUDA_CHECK(cudaGetLastError());
 }
 
-void expert_cuda_launch_keep_rows(const ggml_tensor * ids, const uint8_t * in_pass, const ggml_tensor * src, char * dst,
-                                  cudaStream_t stream) {
+void expert_cuda_launch_keep_rows(
+    const ggml_tensor * ids, const uint8_t * in_pass, const ggml_tensor * src, char * dst, cudaStream_t stream) {
     const dim3 rows((unsigned) src->ne[1], (unsigned) src->ne[2]);
     expert_keep_rows<<<rows, 256, 0, stream>>>((const char *) ids->data, ids->nb[0], ids->nb[1], in_pass,
-            (const char *) src->data, dst, src->ne[0] * sizeof(float), src->nb[1], src->nb[2]);
+        (const char *) src->data, dst, src->ne[0] * sizeof(float), src->nb[1], src->nb[2]);
     CUDA_CHECK(cudaGetLastError());
 }
 
 // ---- state
 
 expert_cuda_state::expert_cuda_state(expert_store * store, int device, char * base) :
-        store(store), device(device), base(base), slot_key(store->slot_data.size(), -1) {
-    const expert_layer & last = store->layers.back();
-    const size_t n_keys = last.first_key + last.n_expert;
+    store(store), device(device), base(base), slot_key(store->slot_data.size(), -1) {
+    const expert_layer & last   = store->layers.back();
+    const size_t         n_keys = last.first_key + last.n_expert;
     CUDA_CHECK(cudaMalloc((void **) &offsets, n_keys * sizeof(int64_t)));
     CUDA_CHECK(cudaMalloc((void **) &resident, n_keys));
     CUDA_CHECK(cudaMalloc((void **) &updates, EXPERT_LOOKUP_UPDATES_MAX * sizeof(expert_update)));
@@ -119,7 +117,7 @@ expert_cuda_state::~expert_cuda_state() {
 }
 
 std::vector<expert_update> expert_cuda_state::changes(int32_t layer, const std::vector<int32_t> & experts) {
-    const expert_layer & described = store->layers[layer];
+    const expert_layer &       described = store->layers[layer];
     std::vector<expert_update> changed;
     if (slot_key.size() < store->slot_data.size()) {
         slot_key.resize(store->slot_data.size(), -1);
@@ -157,12 +155,13 @@ void expert_cuda_state::apply(const std::vector<expert_update> & changed, cudaSt
 }
 
 void expert_cuda_state::rewrite(cudaStream_t stream) {
-    const expert_layer & last = store->layers.back();
+    const expert_layer &       last = store->layers.back();
     std::vector<expert_update> all;
     slot_key.assign(store->slot_data.size(), -1);
     for (int32_t key = 0; key < last.first_key + last.n_expert; key++) {
         const int32_t slot = store->tables.slot_of[key];
-        const bool here = slot >= 0 && store->slot_data[slot] >= base && store->slot_data[slot] < base + store->slot_arena[slot]->size;
+        const bool    here =
+            slot >= 0 && store->slot_data[slot] >= base && store->slot_data[slot] < base + store->slot_arena[slot]->size;
         all.push_back({key, here, here ? offset_of(slot) : 0});
         if (here) {
             slot_key[slot] = key;
@@ -173,8 +172,8 @@ void expert_cuda_state::rewrite(cudaStream_t stream) {
 }
 
 expert_cuda_state * expert_cuda_state_of(const expert_ref * ref, int device) {
-    ggml_backend_dev_t dev = ref->store->layer_dev[ref->layer];
-    expert_arena * arena = expert_store_open_arena(ref->store, dev);
+    ggml_backend_dev_t dev   = ref->store->layer_dev[ref->layer];
+    expert_arena *     arena = expert_store_open_arena(ref->store, dev);
     if (!arena) {
         expert_store_set_error(ref->store, expert_last_error());
         return nullptr;

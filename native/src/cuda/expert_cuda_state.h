@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#define EXPERT_LOOKUP_IDS_MAX     1024 // ids of a layer in lookup mode; larger batches run in segments
+#define EXPERT_LOOKUP_IDS_MAX 1024 // ids of a layer in lookup mode; larger batches run in segments
 #define EXPERT_LOOKUP_UPDATES_MAX (2 * EXPERT_LOOKUP_IDS_MAX)
 
 // A change of the device's table.
@@ -19,32 +19,32 @@ struct expert_update {
 
 // Mapped, pinned host memory that device and host write to each other. One graph uses it at a time.
 struct expert_mailbox {
-    volatile uint32_t request;    // device: number of the lookup that waits, 0: none
-    volatile uint32_t layer;      // device: its layer
+    volatile uint32_t request; // device: number of the lookup that waits, 0: none
+    volatile uint32_t layer;   // device: its layer
     uint32_t          pad0[30];
-    volatile uint32_t answer;     // host: number of the lookup that may go on
-    volatile uint32_t abort;      // host: nobody waits any more
-    volatile int32_t  n_updates;  // host: what the waiting lookup writes into the table
+    volatile uint32_t answer;    // host: number of the lookup that may go on
+    volatile uint32_t abort;     // host: nobody waits any more
+    volatile int32_t  n_updates; // host: what the waiting lookup writes into the table
     uint32_t          pad1[29];
     expert_update     updates[EXPERT_LOOKUP_UPDATES_MAX];
 };
 
 // Where the experts of one layer are and what the lookup needs to know of it.
 struct expert_cuda_state {
-    expert_store *  store;
-    int             device;
-    char *          base;                    // of the arena
-    int64_t *       offsets      = nullptr;  // device, [n_keys] bytes from base to the expert's slot, 0: not resident
-    uint8_t *       resident     = nullptr;  // device, [n_keys]
-    expert_update * updates      = nullptr;  // device, staging for updates in segments
-    uint32_t *      sequence     = nullptr;  // device, number of the last lookup
-    expert_mailbox * mailbox     = nullptr;  // host, mapped
-    int32_t *       ids          = nullptr;  // host, mapped, [n_layers][EXPERT_LOOKUP_IDS_MAX] what lookups saw
-    int32_t *       ids_segments = nullptr;  // host, pinned, room for the ids of a batch
-    size_t          n_ids_segments = 0;
-    std::vector<int32_t> slot_key;           // [slot] what the device's table says is in it, -1: nothing
-    cudaEvent_t     used         = nullptr;  // the last kernel that reads the arena
-    const void *    user         = nullptr;  // the context that launched it
+    expert_store *       store;
+    int                  device;
+    char *               base;                     // of the arena
+    int64_t *            offsets        = nullptr; // device, [n_keys] bytes from base to the expert's slot, 0: not resident
+    uint8_t *            resident       = nullptr; // device, [n_keys]
+    expert_update *      updates        = nullptr; // device, staging for updates in segments
+    uint32_t *           sequence       = nullptr; // device, number of the last lookup
+    expert_mailbox *     mailbox        = nullptr; // host, mapped
+    int32_t *            ids            = nullptr; // host, mapped, [n_layers][EXPERT_LOOKUP_IDS_MAX] what lookups saw
+    int32_t *            ids_segments   = nullptr; // host, pinned, room for the ids of a batch
+    size_t               n_ids_segments = 0;
+    std::vector<int32_t> slot_key;       // [slot] what the device's table says is in it, -1: nothing
+    cudaEvent_t          used = nullptr; // the last kernel that reads the arena
+    const void *         user = nullptr; // the context that launched it
 
     expert_cuda_state(expert_store * store, int device, char * base);
     ~expert_cuda_state();
@@ -65,5 +65,5 @@ expert_cuda_state * expert_cuda_state_of(const expert_ref * ref, int device);
 // Lookup kernels.
 void expert_cuda_launch_lookup(const expert_cuda_state & state, int32_t layer, const ggml_tensor * ids, cudaStream_t stream);
 // Copies rows [row_bytes] of src to dst whose expert is in the pass: ids [n_used, n_tokens], in_pass [n_expert].
-void expert_cuda_launch_keep_rows(const ggml_tensor * ids, const uint8_t * in_pass, const ggml_tensor * src, char * dst,
-                                  cudaStream_t stream);
+void expert_cuda_launch_keep_rows(
+    const ggml_tensor * ids, const uint8_t * in_pass, const ggml_tensor * src, char * dst, cudaStream_t stream);

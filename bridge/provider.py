@@ -167,17 +167,15 @@ class Provider:
 
     def _read(self, layer: int, expert: int, slot: int) -> None:
         """Start a read; whatever happens, native hears of it."""
-        source = ffi.NULL  # the slot itself
 
-        def deliver(block: memoryview) -> None:
-            nonlocal source
-            source = ffi.from_buffer(block)
+        def deliver(part: memoryview, offset: int) -> None:
+            lib.expert_store_write(self._store, slot, offset, ffi.from_buffer(part), len(part))
 
         def done(error: Exception | None) -> None:
             try:
                 if error is None:
                     self.cache.resident(slot)
-                    lib.expert_store_commit(self._store, layer, expert, slot, source)
+                    lib.expert_store_commit(self._store, layer, expert, slot)
                     return
                 self.cache.rollback(slot)
             except Exception as cause:  # a computation waits for this read: it must hear of it

@@ -28,11 +28,13 @@ from pypack.errors import PackError, ReadError, UsageError
 from pypack.layout import ALIGNMENT, Layer, align_up
 from pypack.pack import Extent
 
-__all__ = ["VERIFY_MODES", "OnDone", "ReadablePack", "Reader", "Verify"]
+__all__ = ["VERIFY_MODES", "OnDone", "OnPart", "ReadablePack", "Reader", "Verify"]
 
 Verify = Literal["first", "off", "every"]
 VERIFY_MODES: tuple[Verify, ...] = ("first", "off", "every")
 OnDone = Callable[[ReadError | None], None]
+OnPart = Callable[[int, int], None]
+"""(offset, length) of bytes that have arrived in the destination; raises if they cannot be passed on."""
 
 _THREADS_MAX = 16
 _PART_BYTES_MIN = 1 << 20  # below this a part costs more than its parallel read gains
@@ -73,6 +75,7 @@ class _Block:
     extents: tuple[Extent, ...]
     dest: memoryview
     on_done: OnDone
+    on_part: OnPart | None
     retries_left: int
     parts: list[_Part] = field(default_factory=list)
     n_left: int = 0  # parts not yet ended
@@ -140,17 +143,19 @@ class Reader:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, layer: int, expert: int, dest: memoryview, on_done: OnDone) -> None:
+    def submit(self, layer: int, expert: int, dest: memoryview, on_done: OnDone, on_part: OnPart | None = None) -> None:
         """Start to read an expert into ``dest``; ``on_done(error or None)`` is called when that ends.
 
         ``dest``: writable, block_bytes long, with direct I/O page-aligned; the caller's until it calls, the
         reader's until ``on_done``. ``on_done`` comes from a reader thread, exactly once; it may submit.
+        ``on_part`` is called before, for each part that has arrived, unchecked yet, again if it is read again;
+        an exception of it is a failed read.
         Raises ValueError for a wrong argument, RuntimeError after :meth:`close` and :class:`PackError` for
         extents that do not fit; ``on_done`` is not called then.
         """
         dest = self._checked_dest(layer, expert, dest)
         extents = self._checked_extents(layer, expert)
-        block = _Block(layer, expert, extents, dest, on_done, self._retries)
+        block = _Block(layer, expert, extents, dest, on_done, on_part, self._retries)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reader is closed")
@@ -199,7 +204,9 @@ class Reader:
         return extents
 
     def _start(self, block: _Block) -> None:
-        _zero_gaps(block.dest, block.extents)
+        for start, end in _zero_gaps(block.dest, block.extents):
+            if block.on_part is not None:
+                block.on_part(start, end - start)
         n_idle = len(self._threads) // self._n_in_flight
         n_parts = min(self._read_splits, max(1, n_idle), -(-len(block.dest) // _PART_BYTES_MIN))
         block.parts = _cut(block.extents, n_parts)
@@ -218,6 +225,9 @@ class Reader:
             error: ReadError | None = None
             try:
                 self._read_part(block, part, bounce)
+                if block.on_part is not None:
+                    for segment in part:
+                        block.on_part(segment.dest_offset, segment.length)
             except Exception as cause:  # whatever happened, on_done must be called
                 error = self._read_error(block, part, cause)
             with self._lock:
@@ -343,15 +353,20 @@ def _cut(extents: Sequence[Extent], n_parts: int) -> list[_Part]:
     return parts
 
 
-def _zero_gaps(dest: memoryview, extents: Sequence[Extent]) -> None:
-    """Zero what no extent fills: the slot may still hold another layer's bytes where padding must be zero."""
-    end = 0
+def _zero_gaps(dest: memoryview, extents: Sequence[Extent]) -> list[tuple[int, int]]:
+    """Zero what no extent fills: the slot may still hold another layer's bytes where padding must be zero.
+
+    Returns the (start, end) of what was zeroed.
+    """
+    gaps: list[tuple[int, int]] = []
+    filled = 0
     for extent in sorted(extents, key=lambda extent: extent.dest_offset):
-        if end < extent.dest_offset:
-            dest[end : extent.dest_offset] = bytes(extent.dest_offset - end)
-        end = extent.dest_offset + extent.length
-    if end < len(dest):
-        dest[end:] = bytes(len(dest) - end)
+        gaps.append((filled, extent.dest_offset))
+        filled = extent.dest_offset + extent.length
+    gaps = [(start, end) for start, end in [*gaps, (filled, len(dest))] if start < end]
+    for start, end in gaps:
+        dest[start:end] = bytes(end - start)
+    return gaps
 
 
 def _open_all(files: Sequence[Path], direct_io: bool) -> list[int]:

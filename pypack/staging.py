@@ -1,8 +1,9 @@
 """Reads for memory that the host cannot write to: into one of a few staging buffers, from there to where it belongs.
 
-    submit --(a buffer is free, else wait in line)--> reader fills the buffer --> deliver(buffer) --> on_done
+    submit --(a buffer is free, else wait in line)--> reader fills it part by part --> deliver(part) --> on_done
 
-The buffers are the direct read's destination and the device copy's source, so no byte is copied on the host.
+The buffers are the direct read's destination and the device copy's source, so no byte is copied on the host, and
+the first parts are on the device while the last ones are still being read.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Deliver", "StagingPool"]
 
-Deliver = Callable[[memoryview], None]
-"""Takes an expert's bytes to their place before it returns; raises if it cannot."""
+Deliver = Callable[[memoryview, int], None]
+"""Takes a part of an expert, and where it starts in the block, to its place before it returns; raises if it cannot."""
 
 
 class _Request(NamedTuple):
@@ -42,9 +43,9 @@ class StagingPool:
         self._waiting: deque[_Request] = deque()
 
     def submit(self, layer: int, expert: int, deliver: Deliver, on_done: OnDone) -> None:
-        """Start to read an expert and return; ``deliver``, then ``on_done``, are called from a reader thread.
+        """Start to read an expert and return; ``deliver``, then ``on_done``, are called from reader threads.
 
-        ``on_done(error or None)`` is called exactly once, ``deliver`` only if the read was good.
+        ``on_done(error or None)`` is called exactly once; only if it gets None are the delivered bytes right.
         """
         request = _Request(layer, expert, deliver, on_done)
         with self._lock:
@@ -57,21 +58,17 @@ class StagingPool:
     def _start(self, request: _Request, buffer: memoryview) -> None:
         block = buffer[: self._layers[request.layer].block_bytes]
 
+        def arrived(offset: int, length: int) -> None:
+            request.deliver(block[offset : offset + length], offset)
+
         def done(error: ReadError | None) -> None:
-            if error is None:
-                try:
-                    request.deliver(block)
-                except Exception as cause:
-                    error = ReadError(
-                        f"expert {request.expert} of layer {request.layer} could not be delivered: {cause}"
-                    )
             try:
                 request.on_done(error)
             finally:
                 self._next(buffer)
 
         try:
-            self._reader.submit(request.layer, request.expert, block, done)
+            self._reader.submit(request.layer, request.expert, block, done, arrived)
         except Exception as cause:
             done(ReadError(f"the read of expert {request.expert} of layer {request.layer} could not start: {cause}"))
 

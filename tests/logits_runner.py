@@ -47,7 +47,9 @@ def run(job: dict[str, Any], out: Path) -> None:
     found: dict[str, Any] = {}
     try:
         options = {"n_ctx": 256, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1, **job["llama"]}
-        llm = llama_class(job["stock"], job.get("repack", False))(job["model"], logits_all=True, verbose=False, **options)
+        llm = llama_class(job["stock"], job.get("repack", False))(
+            job["model"], logits_all=True, verbose=False, **options
+        )
         try:
             np.save(out / f"{job['id']}.npy", evaluate(llm, job["batches"]))
             if options.get("expert_pack"):

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // cffi: begin
-#define EXPERT_ABI_VERSION 2
+#define EXPERT_ABI_VERSION 3
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
 
@@ -108,10 +108,11 @@ int expert_store_start(expert_store * store);
 // How many of the described weights the loaded model took from this store.
 int32_t expert_store_n_claimed(const expert_store * store);
 
+// Copies bytes of a block to its slot where that is not host memory; done when it returns. Before the commit.
+void expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes);
 // A read has ended: the slot holds the expert's bytes, or it could not be filled (why: one sentence, copied).
-// host: where the bytes are if the slot is not host memory; they are copied before the call returns, NULL else.
 // The provider's own books must be right before the call: it may wake a computation that fetches at once.
-void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot, const void * host);
+void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot);
 void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, const char * why);
 
 // Why the last call of this thread failed; why the last failed decode of this store failed. One sentence or "".

@@ -294,27 +294,24 @@ static void read_ended(expert_store * store, int32_t expert) {
 }
 
 // On the calling thread, in a stream of its own; ggml's backends wait for the end of it.
-static void copy_to_slot(expert_store * store, int32_t layer, int32_t slot, const void * host) {
-    const expert_arena * arena = store->slot_arena[slot];
-    ggml_tensor          place = {};
-    place.type                 = GGML_TYPE_I8;
-    place.buffer               = arena->buffer;
-    place.data                 = store->slot_data[slot];
-    place.ne[0]                = (int64_t) store->layers[layer].block_bytes;
+void expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) {
+    ggml_tensor place = {};
+    place.type        = GGML_TYPE_I8;
+    place.buffer      = store->slot_arena[slot]->buffer;
+    place.data        = store->slot_data[slot] + offset;
+    place.ne[0]       = (int64_t) n_bytes;
     place.ne[1] = place.ne[2] = place.ne[3] = 1;
     place.nb[0]                             = 1;
-    place.nb[1] = place.nb[2] = place.nb[3] = (size_t) place.ne[0];
-    ggml_backend_tensor_set(&place, host, 0, (size_t) place.ne[0]);
+    place.nb[1] = place.nb[2] = place.nb[3] = n_bytes;
+    ggml_backend_tensor_set(&place, bytes, 0, n_bytes);
+    std::lock_guard<std::mutex> lock(store->mutex);
+    store->tables.counters[EXPERT_H2D_BYTES] += (int64_t) n_bytes;
 }
 
-void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot, const void * host) {
-    if (host) {
-        copy_to_slot(store, layer, slot, host);
-    }
+void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot) {
     std::lock_guard<std::mutex> lock(store->mutex);
     store->tables.slot_of[store->layers[layer].first_key + expert] = slot;
     store->tables.counters[EXPERT_LOADS]++;
-    store->tables.counters[EXPERT_H2D_BYTES] += host ? (int64_t) store->layers[layer].block_bytes : 0;
     read_ended(store, expert);
 }
 

@@ -1,7 +1,8 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 #   make build   environment in .venv and the patched llama.cpp        make stock   unpatched llama.cpp, to compare with
-#   make check   format, lint, types                                   make bench   comparison with stock
-# MODEL=/path/to/model.gguf make demo runs the demo on a model of yours.
+#   make check   format, lint, types                                   make bench   reader and converter beside the disk
+#   make gpu-test   with an NVIDIA GPU: build with CUDA, check and measure against stock (about half an hour)
+# MODEL=/path/to/model.gguf make demo runs the demo on a model of yours. CUDA=1 builds the CUDA backend.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -20,10 +21,17 @@ endif
 # llama-cpp-python needs none of its own native build: it runs on ours.
 export CMAKE_ARGS := -DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF
 
+ifdef CUDA
+export SKBUILD_CMAKE_DEFINE ?= EXPERT_PACK_CUDA=ON
+STOCK_OPTIONS := -DEXPERT_PACK_CUDA=ON
+endif
+# what was built last: the other kind must be built again
+BUILT := $(VENV)/built$(if $(CUDA),-cuda)
+
 NATIVE_FILES := $(shell find native -type f)
 NATIVE_CODE  := $(wildcard native/src/*.cpp native/src/*.h native/src/cuda/* native/include/*.h)
 
-.PHONY: demo test check format build stock bench clean
+.PHONY: demo test check format build stock bench gpu-test clean
 
 demo: build stock
 	$(BIN)/python -m bench.demo $(if $(MODEL),--model "$(MODEL)")
@@ -31,7 +39,7 @@ demo: build stock
 test: build stock
 	$(BIN)/python -m pytest
 
-check: $(VENV)/tools
+check: build
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -42,16 +50,26 @@ format: $(VENV)/tools
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(NATIVE_CODE)
 
-build: $(VENV)/built
+build: $(BUILT)
 
 stock: $(VENV)/tools
 	@mkdir -p build/stock
-	$(BIN)/cmake -S native -B build/stock -G Ninja -DEXPERT_PACK_STOCK=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	$(BIN)/cmake -S native -B build/stock -G Ninja -DEXPERT_PACK_STOCK=ON $(STOCK_OPTIONS) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 		> build/stock/configure.log || { tail -n 20 build/stock/configure.log; exit 1; }
 	$(BIN)/ninja -C build/stock --quiet llama mtmd test-llama-archs
 
-bench: build stock
-	$(BIN)/python -m bench.compare
+bench: build
+	@mkdir -p build/bench
+	$(BIN)/python -m bench.reader_bandwidth build/bench --out build/bench/reader.jsonl
+	$(BIN)/python -m bench.make_model build/bench/model.gguf --preset demo --layers 36
+	$(BIN)/python -m bench.convert_speed build/bench/model.gguf build/bench --out build/bench/convert.jsonl
+
+gpu-test:
+	$(MAKE) CUDA=1 build stock
+	@mkdir -p build/gpu-models
+	$(BIN)/python -m bench.gpu identity build/gpu_identity.jsonl --models build/gpu-models
+	$(BIN)/python -m bench.gpu resident build/gpu_resident.jsonl --models build/gpu-models
+	$(BIN)/python -m bench.gpu missing build/gpu_missing.jsonl build/gpu-models/8x64-4096x2048-mxfp4.gguf
 
 $(VENV)/python:
 	@command -v $(PYTHON) > /dev/null || { echo "error: $(PYTHON) was not found: install Python 3.10 or later, or set PYTHON"; exit 1; }
@@ -66,8 +84,9 @@ $(VENV)/tools: $(VENV)/python pyproject.toml
 		ruff mypy 'clang-format==18.1.8'
 	@touch $@
 
-$(VENV)/built: $(VENV)/tools pyproject.toml $(NATIVE_FILES)
+$(BUILT): $(VENV)/tools pyproject.toml $(NATIVE_FILES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,dev]'
+	@rm -f $(VENV)/built*
 	@touch $@
 
 clean:

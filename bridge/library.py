@@ -20,7 +20,7 @@ from typing import Any
 from pypack.errors import NativeError
 
 LLAMA_CPP_PYTHON_VERSION = "0.3.36"
-_REBUILD = "reinstall llama-expert-pack on this machine (`make build` in a clone)"
+_REBUILD = "reinstall llama-expert-pack on this machine (`make clean build` in a clone)"
 
 # names in /proc/cpuinfo of what the build may use
 _CPU_FLAGS = {

@@ -47,8 +47,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
     Args:
         model_path: the GGUF; its first shard if it is split.
         expert_pack: path of the pack, True for the one beside the model, None for stock behaviour.
-        expert_cache: memory for experts: bytes, "20GiB", "60%" of what is free after the reserve, or "auto" (all
-            experts if they fit in half of that, else that half). Less than one working set is refused.
+        expert_cache: memory for experts, on each device that computes layers: bytes, "20GiB", "60%" of what is free
+            after the reserve, or "auto" (all experts if they fit in all of that on a GPU, in half of it on the CPU,
+            else as many as fit). Less than one working set is refused.
         expert_cache_reserve: memory to leave free, in the same units.
         expert_direct_io: read with O_DIRECT; False reads through the page cache.
         expert_read_splits: parts that one expert is read in at most, in parallel.

@@ -148,5 +148,5 @@ def _check_read(path: Path, fd: int) -> None:
 def _impossible(path: Path, why: str) -> DirectIOError:
     return DirectIOError(
         f"{path}: direct I/O is not possible: {why}; move the file to a local disk, or turn direct I/O off "
-        "with expert_direct_io=False (--no-expert-direct-io)"
+        "with expert_direct_io=False"
     )

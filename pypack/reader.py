@@ -78,6 +78,7 @@ class _Block:
     on_part: OnPart | None
     retries_left: int
     parts: list[_Part] = field(default_factory=list)
+    gaps: list[tuple[int, int]] = field(default_factory=list)  # (start, end) that no part fills
     n_left: int = 0  # parts not yet ended
     failed: list[_Part] = field(default_factory=list)
     error: ReadError | None = None
@@ -204,9 +205,7 @@ class Reader:
         return extents
 
     def _start(self, block: _Block) -> None:
-        for start, end in _zero_gaps(block.dest, block.extents):
-            if block.on_part is not None:
-                block.on_part(start, end - start)
+        block.gaps = _zero_gaps(block.dest, block.extents)
         n_idle = len(self._threads) // self._n_in_flight
         n_parts = min(self._read_splits, max(1, n_idle), -(-len(block.dest) // _PART_BYTES_MIN))
         block.parts = _cut(block.extents, n_parts)
@@ -244,7 +243,7 @@ class Reader:
         """All parts have ended: report the block, or read again what failed."""
         again = block.failed
         if not again:
-            block.error = self._digest_error(block)
+            block.error = self._digest_error(block) or self._pass_on_gaps(block)
             if block.error is None:
                 self._finish(block, None)
                 return
@@ -257,6 +256,14 @@ class Reader:
         block.retries_left -= 1
         self._counters.add(Counter.IO_RETRIES, n_errors)
         self._enqueue(block, again)
+
+    def _pass_on_gaps(self, block: _Block) -> ReadError | None:
+        try:
+            for start, end in block.gaps if block.on_part is not None else ():
+                block.on_part(start, end - start)
+        except Exception as cause:
+            return self._read_error(block, block.parts[0], cause)
+        return None
 
     def _finish(self, block: _Block, error: ReadError | None) -> None:
         if not self._direct_io:

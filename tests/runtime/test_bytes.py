@@ -119,7 +119,7 @@ def test_with_mmap_the_experts_are_not_mapped_in(model: Path) -> None:
 
 def test_locking_memory_does_not_lock_the_experts(model: Path) -> None:
     """Stock locks a mapping from the file's start on; the experts in it must not come along."""
-    n_expert_bytes, n_trunk_bytes = sizes(model)
+    _, n_trunk_bytes = sizes(model)
     found = measure(model, [64], expert_cache="32MiB", use_mlock=True)
     assert found["mapped_resident"] == 0
     assert found["load_reads"] < n_trunk_bytes + 8 * MIB

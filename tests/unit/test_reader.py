@@ -305,7 +305,7 @@ def test_a_file_system_without_direct_io_needs_the_option(tmp_path: Path) -> Non
     subprocess.run(["mount", "-t", "ramfs", "none", str(folder)], check=True)
     try:
         pack = FakePack(folder / "pack", 2, 8192)
-        with pytest.raises(DirectIOError, match="no-expert-direct-io"):
+        with pytest.raises(DirectIOError, match="expert_direct_io=False"):
             Reader(pack)
         with open_reader(pack, direct_io=False) as (reader, counters):
             assert read(reader, pack, [0, 1]) == [None, None]

@@ -258,8 +258,10 @@ class Reader:
         self._enqueue(block, again)
 
     def _pass_on_gaps(self, block: _Block) -> ReadError | None:
+        if block.on_part is None:
+            return None
         try:
-            for start, end in block.gaps if block.on_part is not None else ():
+            for start, end in block.gaps:
                 block.on_part(start, end - start)
         except Exception as cause:
             return self._read_error(block, block.parts[0], cause)

@@ -31,7 +31,7 @@ BUILT := $(VENV)/built$(if $(CUDA),-cuda)
 NATIVE_FILES := $(shell find native -type f)
 NATIVE_CODE  := $(wildcard native/src/*.cpp native/src/*.h native/src/cuda/* native/include/*.h)
 
-.PHONY: demo test check format build stock bench gpu-test clean
+.PHONY: demo test check format build stock bench cuda-check gpu-test clean
 
 demo: build stock
 	$(BIN)/python -m bench.demo $(if $(MODEL),--model "$(MODEL)")
@@ -63,6 +63,11 @@ bench: build
 	$(BIN)/python -m bench.reader_bandwidth build/bench --out build/bench/reader.jsonl
 	$(BIN)/python -m bench.make_model build/bench/model.gguf --preset demo --layers 36
 	$(BIN)/python -m bench.convert_speed build/bench/model.gguf build/bench --out build/bench/convert.jsonl
+
+# needs nvcc, no GPU; the toolkit may lack cuBLAS, whose headers a Python package has
+cuda-check: build
+	@test -d build/cublas || $(BIN)/pip install --quiet --no-deps --target build/cublas 'nvidia-cublas>=13,<14'
+	$(BIN)/python native/cuda_check.py build/cp*/source --cublas "$$(dirname "$$(find build/cublas -name cublas_v2.h | head -n 1)")"
 
 gpu-test:
 	$(MAKE) CUDA=1 build stock

@@ -117,9 +117,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
             super().__init__(model_path, **llama_kwargs)
             if self._provider is not None:
                 self._watch_decode(self._provider)
-                if not llama_kwargs.get("vocab_only", False):
-                    with interrupts.held_back():
-                        self._provider.start()
+                with interrupts.held_back():
+                    self._provider.start(has_weights=not llama_kwargs.get("vocab_only", False))
                 if expert_stats_path is not None:
                     self._stats_writer = StatsWriter(expert_stats_path, expert_stats_interval, self._provider.stats)
         except BaseException:

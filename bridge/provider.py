@@ -77,9 +77,12 @@ class Provider:
             raise NativeError(_last_error())
         _switch_often(True)
 
-    def start(self) -> None:
-        """Open the arenas of the loaded model's devices. Raises :class:`ExpertPackError`."""
-        if lib.expert_store_n_claimed(self._store) == 0:
+    def start(self, has_weights: bool = True) -> None:
+        """Open the arenas of the loaded model's devices; no other model may take these experts from now on.
+
+        Raises :class:`ExpertPackError`.
+        """
+        if has_weights and lib.expert_store_n_claimed(self._store) == 0:
             raise NativeError(f"{self._pack.path}: the model uses none of the pack's weights")
         if not lib.expert_store_start(self._store):
             raise self._error or NativeError(_last_error())

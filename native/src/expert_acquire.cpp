@@ -52,11 +52,11 @@ static bool fetch(expert_store * store, std::unique_lock<std::mutex> & lock) {
     const bool ok = store->provider.fetch(store->provider.user, op.layer, missing.data(), (int32_t) missing.size(), active.data(),
                         (int32_t) active.size(), slots.data()) != 0;
     lock.lock();
-    if (!ok) { // nothing was started
+    if (!ok) { // what was not started will not end
         for (int32_t expert : missing) {
+            op.n_in_flight -= op.in_flight[expert];
             op.in_flight[expert] = 0;
         }
-        op.n_in_flight -= (int32_t) missing.size();
         store->error = "the expert provider failed to start a read; its own message is in the log";
     }
     return ok;
@@ -136,6 +136,11 @@ static bool ready_to_compute(expert_store * store, int32_t layer, std::unique_lo
     lock.unlock();
     const bool open = expert_store_open_arena(store, store->layer_dev[layer]) != nullptr;
     lock.lock();
+    if (store->broken) { // with the reason that is already there
+        store->broken = false;
+        fail_op(store, lock);
+        return false;
+    }
     if (!open || store->tables.layer_slots[layer] <= 0) {
         store->error = open ? "the expert cache has no slots for this layer" : expert_last_error();
         fail_op(store, lock);

@@ -48,8 +48,12 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor 
             "%s: tensor %s is not a routed expert weight and can't be kept with them\n", __func__, ggml_get_name(tensor));
         return GGML_STATUS_FAILED;
     }
-    auto & context                                                         = *(expert_buffer_context *) buffer->context;
-    context.refs.at(((char *) tensor->data - context.base) / TENSOR_BYTES) = &it->second;
+    auto &       context = *(expert_buffer_context *) buffer->context;
+    const size_t place   = ((char *) tensor->data - context.base) / TENSOR_BYTES;
+    if (place >= context.refs.size()) {
+        return GGML_STATUS_FAILED;
+    }
+    context.refs[place] = &it->second;
     return GGML_STATUS_SUCCESS;
 }
 
@@ -92,9 +96,14 @@ static void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor,
         } else {
             memset(data, 0, n);
         }
+        if (expert_arena * arena = expert_store_open_arena(ref->store, ref->store->layer_dev[ref->layer])) {
+            arena->touched = true;
+        }
         if (!expert_op_end(ref)) {
             GGML_LOG_ERROR("%s: expert %zu of %s can't be read: %s\n", __func__, expert, ggml_get_name(tensor),
                 expert_store_error(ref->store));
+            std::lock_guard<std::mutex> lock(ref->store->mutex);
+            ref->store->broken = true; // this call can't say so
         }
         data = (char *) data + n;
         offset += n;
@@ -173,8 +182,10 @@ static ggml_backend_buffer_type_t buft_for(expert_store * store, ggml_backend_de
         /* .get_alloc_size = */ buft_get_alloc_size,
         /* .is_host        = */ nullptr, // no: nobody may use the data pointer
     };
-    auto * context = new expert_buft_context{store, std::string("ExpertPack_") + ggml_backend_dev_name(dev)};
-    store->bufts.emplace_back(new ggml_backend_buffer_type{buft_interface, dev, context});
+    auto context = std::make_shared<expert_buft_context>(
+        expert_buft_context{store, std::string("ExpertPack_") + ggml_backend_dev_name(dev)});
+    store->bufts.emplace_back(new ggml_backend_buffer_type{buft_interface, dev, context.get()});
+    store->buft_contexts.push_back(std::move(context));
     return store->bufts.back().get();
 }
 
@@ -205,6 +216,12 @@ ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_b
         expert_set_last_error("the experts of %s would be computed on %s, a device that takes no expert pack: load the model "
                               "with n_gpu_layers=0, or split it by layer",
             ggml_get_name(meta), ggml_backend_dev_name(dev));
+        *error = expert_last_error();
+        return nullptr;
+    }
+    if (store->layer_dev[ref.layer] && store->layer_dev[ref.layer] != dev) {
+        expert_set_last_error("%s would be computed on %s and other experts of its layer on %s: put the layer on one device",
+            ggml_get_name(meta), ggml_backend_dev_name(dev), ggml_backend_dev_name(store->layer_dev[ref.layer]));
         *error = expert_last_error();
         return nullptr;
     }

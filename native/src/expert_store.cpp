@@ -119,7 +119,7 @@ expert_store * expert_store_find(int fd) {
         return nullptr;
     }
     for (expert_store * store : registry) {
-        if (store->file_dev == st.st_dev && store->file_ino == st.st_ino) {
+        if (store->loading && store->file_dev == st.st_dev && store->file_ino == st.st_ino) {
             return store;
         }
     }
@@ -151,7 +151,12 @@ void expert_store_free(expert_store * store) {
 }
 
 int32_t      expert_store_n_claimed(const expert_store * store) { return store->n_claimed; }
-const char * expert_store_error(const expert_store * store) { return store->error.c_str(); }
+const char * expert_store_error(const expert_store * store) {
+    static thread_local std::string copy; // another context may fail meanwhile
+    std::lock_guard<std::mutex>     lock(const_cast<expert_store *>(store)->mutex);
+    copy = store->error;
+    return copy.c_str();
+}
 
 // ---- arenas
 
@@ -256,6 +261,11 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
     if (expert_arena * arena = find_arena(store, dev)) {
         return arena;
     }
+    static std::mutex           opening; // two contexts may come first
+    std::lock_guard<std::mutex> once(opening);
+    if (expert_arena * arena = find_arena(store, dev)) {
+        return arena;
+    }
     std::vector<int32_t> layers;
     for (size_t l = 0; l < store->layers.size(); l++) {
         if (store->layer_dev[l] == dev) {
@@ -275,6 +285,7 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
 }
 
 int expert_store_start(expert_store * store) {
+    store->loading = false;
     for (ggml_backend_dev_t dev : store->layer_dev) {
         if (dev && !expert_store_open_arena(store, dev)) {
             return 0;
@@ -285,21 +296,28 @@ int expert_store_start(expert_store * store) {
 
 // ---- ends of reads
 
-static void read_ended(expert_store * store, int32_t expert) {
-    if (store->op.in_flight[expert]) {
-        store->op.in_flight[expert] = 0;
-        store->op.n_in_flight--;
+// False if no op waits for it: its fetch was given up.
+static bool read_ended(expert_store * store, int32_t layer, int32_t expert) {
+    expert_op & op = store->op;
+    if (op.layer != layer || (size_t) expert >= op.in_flight.size() || !op.in_flight[expert]) {
+        return false;
     }
+    op.in_flight[expert] = 0;
+    op.n_in_flight--;
     store->changed.notify_all();
+    return true;
 }
 
 // On the calling thread, in a stream of its own; ggml's backends wait for the end of it.
 void expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) {
     ggml_tensor place = {};
     place.type        = GGML_TYPE_I8;
-    place.buffer      = store->slot_arena[slot]->buffer;
-    place.data        = store->slot_data[slot] + offset;
-    place.ne[0]       = (int64_t) n_bytes;
+    {
+        std::lock_guard<std::mutex> lock(store->mutex);
+        place.buffer = store->slot_arena[slot]->buffer;
+        place.data   = store->slot_data[slot] + offset;
+    }
+    place.ne[0] = (int64_t) n_bytes;
     place.ne[1] = place.ne[2] = place.ne[3] = 1;
     place.nb[0]                             = 1;
     place.nb[1] = place.nb[2] = place.nb[3] = n_bytes;
@@ -312,13 +330,13 @@ void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, in
     std::lock_guard<std::mutex> lock(store->mutex);
     store->tables.slot_of[store->layers[layer].first_key + expert] = slot;
     store->tables.counters[EXPERT_LOADS]++;
-    read_ended(store, expert);
+    read_ended(store, layer, expert);
 }
 
 void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, const char * why) {
     std::lock_guard<std::mutex> lock(store->mutex);
-    store->op.failed = true;
-    store->error     = why;
-    GGML_UNUSED(layer);
-    read_ended(store, expert);
+    if (read_ended(store, layer, expert)) {
+        store->op.failed = true;
+        store->error     = why;
+    }
 }

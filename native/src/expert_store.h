@@ -29,6 +29,7 @@ struct expert_arena {
     uint64_t              size   = 0;
     ggml_backend_buffer_t buffer = nullptr; // NULL: mapped host memory
     std::shared_ptr<void> backend_state;
+    std::atomic<bool>     touched{false}; // slots changed without the backend's knowledge
 
     expert_arena()                                 = default;
     expert_arena(const expert_arena &)             = delete;
@@ -60,7 +61,9 @@ struct expert_store {
     std::unordered_map<std::string, expert_ref>            refs;      // by tensor name
     std::vector<ggml_backend_dev_t>                        layer_dev; // [layer] device that computes it, NULL: not claimed
     std::atomic<int32_t>                                   n_claimed{0};
-    std::vector<std::unique_ptr<ggml_backend_buffer_type>> bufts; // one a device
+    std::atomic<bool>                                      loading{true}; // only the model it was made for claims
+    std::vector<std::unique_ptr<ggml_backend_buffer_type>> bufts;         // one a device
+    std::vector<std::shared_ptr<void>>                     buft_contexts;
 
     std::mutex                                 mutex; // guards what follows
     std::condition_variable                    changed;
@@ -70,9 +73,10 @@ struct expert_store {
     std::vector<expert_arena *>                slot_arena;   // [slot]
     bool                                       busy = false; // an op holds the store
     expert_op                                  op;
-    std::vector<uint32_t>                      roles_seen; // [layer] roles computed since the layer was last acquired
-    int64_t                                    now = 0;    // number of the last acquire
-    std::string                                error;      // why the last failed decode failed
+    std::vector<uint32_t>                      roles_seen;     // [layer] roles computed since the layer was last acquired
+    int64_t                                    now = 0;        // number of the last acquire
+    std::string                                error;          // why the last failed decode failed
+    bool                                       broken = false; // bytes were handed out wrong: the next op fails
 
     const int32_t *  slot_of(int32_t layer) const { return tables.slot_of + layers[layer].first_key; }
     std::atomic<int> n_refs{1}; // buffers and the registration keep the store alive

@@ -320,3 +320,19 @@ def test_statistics_survive_an_interrupted_process(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
         assert json.loads(stats.read_text())["acquires"] >= 0
+
+
+def test_a_second_model_of_the_same_file_without_a_pack_is_stock(tmp_path: Path) -> None:
+    """It must not take the first one's experts, which are gone when that one is closed."""
+    path = variant("type-Q4_K", tmp_path)
+    packed = Llama(str(path), expert_pack=True, expert_cache_reserve=0, n_ctx=64, n_threads=1, verbose=False)
+    plain = Llama(str(path), n_ctx=64, n_threads=1, verbose=False)
+    tokens = list(range(20))
+    packed.eval(tokens)
+    acquires = packed.expert_stats().acquires
+    plain.eval(tokens)
+    assert packed.expert_stats().acquires == acquires > 0
+    packed.close()
+    plain.eval(tokens)
+    assert plain.n_tokens == 40
+    plain.close()

@@ -17,7 +17,7 @@ static std::vector<expert_span> find_spans(const ggml_cgraph * cgraph) {
     std::vector<expert_span> spans;
     for (int i = 0; i < cgraph->n_nodes; i++) {
         const ggml_tensor * node = cgraph->nodes[i];
-        if (node->op != GGML_OP_MUL_MAT_ID) {
+        if (node->op != GGML_OP_MUL_MAT_ID || ggml_is_empty(node)) {
             continue;
         }
         const expert_ref * ref = expert_ref_of(node->src[0]);
@@ -84,22 +84,40 @@ expert_cuda_mode expert_cuda_mode_of(ggml_backend_cuda_context & ctx, const ggml
             return EXPERT_CUDA_SEGMENTS;
         }
     }
-    return EXPERT_CUDA_LOOKUP;
+    // a launch that waits for its kernels would wait for a lookup that waits for this thread
+    static const bool blocking = getenv("CUDA_LAUNCH_BLOCKING") && atoi(getenv("CUDA_LAUNCH_BLOCKING")) != 0;
+    return blocking ? EXPERT_CUDA_SEGMENTS : EXPERT_CUDA_LOOKUP;
 }
 
 bool expert_cuda_in_segments() { return in_segments; }
 
-// ---- the arena is used by one context at a time
+// ---- the arena is used by one graph at a time: contexts of the same model take turns
 
-static void take_arena(expert_cuda_state & state, const ggml_backend_cuda_context & ctx) {
+static thread_local std::unique_lock<std::mutex> held; // from take_arena to give_arena
+
+static void take_arena(expert_cuda_state & state, ggml_backend_cuda_context & ctx, const expert_ref * ref) {
+    if (held.owns_lock()) {
+        return;
+    }
+    held = std::unique_lock<std::mutex>(state.graph_mutex);
     if (state.user && state.user != &ctx) {
         CUDA_CHECK(cudaEventSynchronize(state.used));
     }
-    state.user = &ctx;
+    state.user           = &ctx;
+    expert_arena * arena = expert_store_open_arena(ref->store, ref->store->layer_dev[ref->layer]);
+    if (arena->touched.exchange(false)) {
+        state.rewrite(ctx.stream());
+    }
 }
 
-static void give_arena(expert_cuda_state & state, ggml_backend_cuda_context & ctx) {
+static void mark_use(expert_cuda_state & state, ggml_backend_cuda_context & ctx) {
     CUDA_CHECK(cudaEventRecord(state.used, ctx.stream()));
+}
+
+static void give_arena() {
+    if (held.owns_lock()) {
+        held.unlock();
+    }
 }
 
 // ---- segments
@@ -152,13 +170,37 @@ static std::vector<const ggml_tensor *> outside_inputs(const ggml_cgraph * cgrap
         for (const ggml_tensor * src : node->src) {
             const ggml_tensor * root = src ? root_of(src) : nullptr;
             if (root && root->buffer && root->data && !contains(made, root) && !contains(inputs, root) && !expert_ref_of(root) &&
-                ggml_backend_buffer_get_usage(root->buffer) != GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
+                ggml_backend_buffer_get_usage(root->buffer) == GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
                 inputs.push_back(root);
             }
         }
         made.push_back(root_of(node));
     }
     return inputs;
+}
+
+// Results per token and expert that are read after nodes [first, last]: the last one, and what LoRA or a cut of the graph
+// takes from the middle.
+static std::vector<ggml_tensor *> outside_outputs(ggml_cgraph * cgraph, const expert_span & span) {
+    std::vector<ggml_tensor *> outputs = {cgraph->nodes[span.last]};
+    for (int i = span.first; i < span.last; i++) {
+        ggml_tensor * node = cgraph->nodes[i];
+        if (node->view_src || node->type != GGML_TYPE_F32 || node->ne[1] != span.ids->ne[0] || node->ne[2] != span.ids->ne[1]) {
+            continue;
+        }
+        int  n_uses = 0;
+        bool later  = node->flags & GGML_TENSOR_FLAG_OUTPUT;
+        for (int j = i + 1; j < cgraph->n_nodes; j++) {
+            for (const ggml_tensor * src : cgraph->nodes[j]->src) {
+                n_uses += src == node;
+                later |= j > span.last && src && (src == node || src->view_src == node);
+            }
+        }
+        if (later || n_uses < ggml_node_get_use_count(cgraph, i)) {
+            outputs.push_back(node);
+        }
+    }
+    return outputs;
 }
 
 static ggml_cgraph part_of(ggml_cgraph * cgraph, int first, int end) {
@@ -174,7 +216,6 @@ static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph,
     cudaStream_t   stream   = ctx.stream();
     expert_store * store    = span.ref->store;
     const int32_t  n_expert = store->layers[span.ref->layer].n_expert;
-    ggml_tensor *  out      = cgraph->nodes[span.last];
 
     const std::vector<const ggml_tensor *> inputs = outside_inputs(cgraph, span.first, span.last);
     std::vector<size_t>                    place; // of each input in `saved`
@@ -188,7 +229,14 @@ static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph,
         CUDA_CHECK(
             cudaMemcpyAsync(saved.get() + place[i], inputs[i]->data, ggml_nbytes(inputs[i]), cudaMemcpyDeviceToDevice, stream));
     }
-    ggml_cuda_pool_alloc<char>    kept(ctx.pool(), ggml_nbytes(out));
+    const std::vector<ggml_tensor *> outputs = outside_outputs(cgraph, span);
+    std::vector<size_t>              kept_place; // of each output in `kept`
+    size_t                           n_kept = 0;
+    for (const ggml_tensor * output : outputs) {
+        kept_place.push_back(n_kept);
+        n_kept += GGML_PAD(ggml_nbytes(output), 256);
+    }
+    ggml_cuda_pool_alloc<char>    kept(ctx.pool(), n_kept);
     ggml_cuda_pool_alloc<uint8_t> in_pass(ctx.pool(), n_expert);
     // the router's ids may be overwritten by the time the rows are kept: take them from where they were saved
     ggml_tensor ids = *span.ids;
@@ -222,14 +270,19 @@ static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph,
         }
         ggml_cgraph part = part_of(cgraph, span.first, span.last + 1);
         ok               = compute(backend, &part) == GGML_STATUS_SUCCESS;
-        expert_cuda_launch_keep_rows(&ids, in_pass.get(), out, kept.get(), stream);
+        for (size_t i = 0; i < outputs.size(); i++) {
+            expert_cuda_launch_keep_rows(&ids, in_pass.get(), outputs[i], kept.get() + kept_place[i], stream);
+        }
         if (!ok || store->op.todo.empty()) {
             break;
         }
         CUDA_CHECK(cudaStreamSynchronize(stream)); // the next pass takes slots of this one
         expert_store_next_pass(store);
     }
-    CUDA_CHECK(cudaMemcpyAsync(out->data, kept.get(), ggml_nbytes(out), cudaMemcpyDeviceToDevice, stream));
+    for (size_t i = 0; i < outputs.size(); i++) {
+        CUDA_CHECK(cudaMemcpyAsync(
+            outputs[i]->data, kept.get() + kept_place[i], ggml_nbytes(outputs[i]), cudaMemcpyDeviceToDevice, stream));
+    }
     CUDA_CHECK(cudaStreamSynchronize(stream)); // the pool's memory is free again
     return ok ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
 }
@@ -244,7 +297,7 @@ static enum ggml_status run_span(
     if (!state) {
         return GGML_STATUS_FAILED;
     }
-    take_arena(*state, ctx);
+    take_arena(*state, ctx, span.ref);
     std::vector<int32_t> experts;
     const int32_t *      ids = read_ids(*state, span.ids, ctx.stream());
     if (!distinct_ids(span.ref, ids, span.ids->ne[0] * span.ids->ne[1], experts)) {
@@ -282,15 +335,12 @@ enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * 
             status = run_span(backend, cgraph, spans[i], compute, &next);
         }
     }
-    in_segments = false;
-    for (const expert_span & span : spans) {
-        if (span.ref->store->layer_dev[span.ref->layer]) {
-            if (expert_cuda_state * state = expert_cuda_state_of(span.ref, ctx.device)) {
-                give_arena(*state, ctx);
-            }
-            break;
-        }
+    in_segments               = false;
+    expert_cuda_state * state = spans.empty() ? nullptr : expert_cuda_state_of(spans.front().ref, ctx.device);
+    if (state) {
+        mark_use(*state, ctx);
     }
+    give_arena();
     return status;
 }
 
@@ -298,7 +348,7 @@ enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * 
 
 void expert_cuda_lookup_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
     expert_cuda_state & state = *expert_cuda_state_of(looked_up.front().ref, ctx.device);
-    take_arena(state, ctx);
+    take_arena(state, ctx, looked_up.front().ref);
     state.mailbox->abort   = 0;
     state.mailbox->request = 0;
     GGML_UNUSED(cgraph);
@@ -343,7 +393,7 @@ enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const
     GGML_UNUSED(cgraph);
     expert_cuda_state & state   = *expert_cuda_state_of(looked_up.front().ref, ctx.device);
     expert_mailbox &    mailbox = *state.mailbox;
-    give_arena(state, ctx);
+    mark_use(state, ctx);
     const auto ids_of   = [&](const expert_span & span) { return state.ids + (size_t) span.ref->layer * EXPERT_LOOKUP_IDS_MAX; };
     const auto n_ids_of = [](const expert_span & span) { return (size_t) (span.ids->ne[0] * span.ids->ne[1]); };
 
@@ -387,14 +437,20 @@ enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const
             CUDA_CHECK(done);
         }
     }
+    if (ok && mailbox.abort) {
+        expert_store_set_error(looked_up.front().ref->store, "the GPU waited too long for an expert");
+        ok = false;
+    }
     if (!ok) {
         mailbox.n_updates = 0;
         std::atomic_thread_fence(std::memory_order_seq_cst);
         mailbox.abort = 1; // the rest of the graph computes with whatever is there; nobody uses it
         CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
         state.rewrite(ctx.stream());
+        give_arena();
         return GGML_STATUS_FAILED;
     }
     count_hits(looked_up.size());
+    give_arena();
     return GGML_STATUS_SUCCESS;
 }

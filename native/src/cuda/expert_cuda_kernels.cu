@@ -9,15 +9,21 @@ static __global__ void expert_apply_updates(const expert_update * updates, int n
     }
 }
 
+static __device__ __forceinline__ uint64_t global_ns() {
+    uint64_t ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+    return ns;
+}
+
 // One block. Writes the layer's ids to the host, and if one of them is not resident waits until the host has brought
 // all of them in and says what changed.
-static __global__ void expert_lookup(const char * ids, int64_t ids_stride, int n_used, int n_ids, int layer, int first_key,
+static __global__ void expert_lookup(char * ids, int64_t ids_stride, int n_used, int n_ids, int layer, int first_key,
     int n_expert, int64_t * offsets, uint8_t * resident, uint32_t * sequence, int32_t * ids_host, expert_mailbox * mailbox) {
     __shared__ int      missing;
     __shared__ uint32_t number;
     if (threadIdx.x == 0) {
         missing = 0;
-        number  = ++*sequence;
+        number  = ++*sequence ? *sequence : ++*sequence; // 0 means none
     }
     __syncthreads();
     for (int i = threadIdx.x; i < n_ids; i += blockDim.x) {
@@ -35,13 +41,26 @@ static __global__ void expert_lookup(const char * ids, int64_t ids_stride, int n
     if (threadIdx.x == 0) {
         mailbox->layer = (uint32_t) layer;
         __threadfence_system();
-        mailbox->request = number;
+        mailbox->request     = number;
+        const uint64_t start = global_ns();
         while (mailbox->answer != number && !mailbox->abort) {
+#if __CUDA_ARCH__ >= 700
             __nanosleep(200);
+#endif
+            if (global_ns() - start > EXPERT_LOOKUP_TIMEOUT_NS) {
+                mailbox->abort = 1;
+            }
         }
         __threadfence_system();
     }
     __syncthreads();
+    if (mailbox->abort) { // what follows is thrown away, but must not fault
+        for (int i = threadIdx.x; i < n_ids; i += blockDim.x) {
+            int32_t * id = (int32_t *) (ids + (i / n_used) * ids_stride + (i % n_used) * sizeof(int32_t));
+            *id          = *id < 0 || *id >= n_expert ? 0 : *id;
+        }
+        return;
+    }
     const int n = mailbox->n_updates;
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         const volatile expert_update * update = &mailbox->updates[i];
@@ -68,7 +87,7 @@ void expert_cuda_launch_lookup(const expert_cuda_state & state, int32_t layer, c
     const int            n_used    = (int) ids->ne[0];
     const int            n_ids     = (int) (ids->ne[0] * ids->ne[1]);
     const expert_layer & described = state.store->layers[layer];
-    expert_lookup<<<1, n_ids <= 32 ? 32 : 256, 0, stream>>>((const char *) ids->data, ids->nb[1], n_used, n_ids, layer,
+    expert_lookup<<<1, n_ids <= 32 ? 32 : 256, 0, stream>>>((char *) ids->data, ids->nb[1], n_used, n_ids, layer,
         described.first_key, described.n_expert, state.offsets, state.resident, state.sequence,
         state.ids + (size_t) layer * EXPERT_LOOKUP_IDS_MAX, state.mailbox);
     CUDA_CHECK(cudaGetLastError());
@@ -178,6 +197,8 @@ expert_cuda_state * expert_cuda_state_of(const expert_ref * ref, int device) {
         expert_store_set_error(ref->store, expert_last_error());
         return nullptr;
     }
+    static std::mutex           creating; // two contexts may come first
+    std::lock_guard<std::mutex> once(creating);
     if (!arena->backend_state) {
         arena->backend_state = std::make_shared<expert_cuda_state>(ref->store, device, arena->base);
     }

@@ -9,6 +9,8 @@
 
 #define EXPERT_LOOKUP_IDS_MAX 1024 // ids of a layer in lookup mode; larger batches run in segments
 #define EXPERT_LOOKUP_UPDATES_MAX (2 * EXPERT_LOOKUP_IDS_MAX)
+// Longer than any read with its retries: only a host that will never answer is given up.
+#define EXPERT_LOOKUP_TIMEOUT_NS (600ull * 1000 * 1000 * 1000)
 
 // A change of the device's table.
 struct expert_update {
@@ -45,6 +47,7 @@ struct expert_cuda_state {
     std::vector<int32_t> slot_key;       // [slot] what the device's table says is in it, -1: nothing
     cudaEvent_t          used = nullptr; // the last kernel that reads the arena
     const void *         user = nullptr; // the context that launched it
+    std::mutex           graph_mutex;    // one graph uses table, mailbox and arena at a time
 
     expert_cuda_state(expert_store * store, int device, char * base);
     ~expert_cuda_state();

@@ -66,7 +66,7 @@ bench: build
 
 # needs nvcc, no GPU; the toolkit may lack cuBLAS, whose headers a Python package has
 cuda-check: build
-	@test -d build/cublas || $(BIN)/pip install --quiet --no-deps --target build/cublas 'nvidia-cublas>=13,<14'
+	@test -d build/cublas || $(BIN)/pip install --quiet --no-deps --target build/cublas 'nvidia-cublas==13.0.2.14'
 	$(BIN)/python native/cuda_check.py build/cp*/source --cublas "$$(dirname "$$(find build/cublas -name cublas_v2.h | head -n 1)")"
 
 gpu-test:

@@ -1,7 +1,8 @@
-"""What a benchmark ran on: hardware, versions, sizes."""
+"""What a benchmark ran on, and how its result is written down."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -47,6 +48,16 @@ def banner(folder: Path) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gib": round(int(memory["MemTotal"].split()[0]) / 2**20, 1),
         "kernel": platform.release(),
+        "file_system": _command("findmnt", "-n", "-f", "-o", "FSTYPE", "-T", str(folder)) or None,
         "gpu": gpu or None,
         "read_ahead_kb": _read_ahead_kb(folder),
     }
+
+
+def report(result: dict[str, Any], out: Path | None) -> None:
+    """One line a value for people; one JSON line appended to ``out``."""
+    for name, value in result.items():
+        print(f"{name:20} {value}")
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")

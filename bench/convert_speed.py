@@ -9,7 +9,6 @@ conversion includes hashes, index and manifest, but not the start of Python. The
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import click
 
-from bench.reader_bandwidth import file_system, machine
+from bench.banner import banner, report
 from pypack.direct_io import aligned_buffer
 from pypack.layout import ALIGNMENT
 
@@ -95,9 +94,7 @@ def main(model: Path, folder: Path, rounds: int, jobs: int, out: Path | None) ->
                 copies.append(n_bytes / copy_s(model, Path(place) / "copy", n_bytes, jobs) / 1e6)
     result = {
         "bench": "convert_speed",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **machine(),
-        "file_system": file_system(folder),
+        **banner(folder),
         "pack_bytes": pack_bytes,
         "jobs": jobs,
         "copy_mb_per_s": [round(x) for x in copies],
@@ -105,11 +102,7 @@ def main(model: Path, folder: Path, rounds: int, jobs: int, out: Path | None) ->
         "convert_to_copy": round(statistics.median(conversions) / statistics.median(copies), 3),
         "resident_mib": resident_kib // 1024,
     }
-    for name, value in result.items():
-        click.echo(f"{name:20} {value}")
-    if out is not None:
-        with open(out, "a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
+    report(result, out)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ same blocks in the same order, as many blocks in flight, O_DIRECT. The result is
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -20,11 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import click
 import xxhash
 
+from bench.banner import banner, report
 from pypack.direct_io import aligned_buffer
 from pypack.errors import ReadError
 from pypack.layout import Layer
@@ -127,17 +125,6 @@ def cpu_s(whose: int) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def machine() -> dict[str, Any]:
-    cpu_info = Path("/proc/cpuinfo").read_text()
-    names = {line.split(":", 1)[1].strip() for line in cpu_info.splitlines() if line.startswith("model name")}
-    return {"cpu": ", ".join(names), "n_cpus": os.cpu_count(), "kernel": platform.release()}
-
-
-def file_system(folder: Path) -> str:
-    command = ["findmnt", "-n", "-f", "-o", "FSTYPE", "-T", str(folder)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 @click.command(help=__doc__)
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--block-bytes", default=13_369_344, show_default=True)
@@ -187,9 +174,7 @@ def main(
             latency = small_read_us(small, 2000)
     result = {
         "bench": "reader_bandwidth",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **machine(),
-        "file_system": file_system(folder),
+        **banner(folder),
         "block_bytes": block_bytes,
         "n_blocks": n_blocks,
         "n_reads": n_reads,
@@ -203,11 +188,7 @@ def main(
         "reader_to_raw": round(statistics.median(ours) / statistics.median(raw), 3),
         **latency,
     }
-    for name, value in result.items():
-        click.echo(f"{name:20} {value}")
-    if out is not None:
-        with open(out, "a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
+    report(result, out)
 
 
 if __name__ == "__main__":

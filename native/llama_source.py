@@ -54,23 +54,31 @@ def download(folder: Path) -> None:
     """Lets pip fetch the archive, so that its index, proxy and certificate settings hold."""
     reasons = []
     for pip in ([sys.executable, "-m", "pip"], ["python3", "-m", "pip"], ["pip3"], ["pip"]):
-        command = [*pip, "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", str(folder)]
-        try:
-            # our own build sets these for its own CMake run; pip runs the archive's metadata step
-            environment = {k: v for k, v in os.environ.items() if k not in ("CMAKE_ARGS", "SKBUILD_CMAKE_ARGS")}
-            run = subprocess.run(
-                [*command, f"{NAME}=={VERSION}"], capture_output=True, text=True, env=environment, check=False
-            )
-        except FileNotFoundError:
-            reasons.append(f"{pip[0]}: not found")
-            continue
-        if run.returncode == 0 and (folder / ARCHIVE).exists():
-            return
-        reasons.append(f"{' '.join(pip)}: {(run.stderr.strip() or 'no archive came').splitlines()[-1]}")
+        # pip asks the archive's build backend for its metadata. The one that is installed answers at once; a
+        # build environment of its own may first have to compile CMake.
+        for isolation in (["--no-build-isolation"], []):
+            reason = try_download([*pip, "download", *isolation], folder)
+            if reason is None:
+                return
+            reasons.append(f"{' '.join(pip)}: {reason}")
     raise SourceError(
-        f"the source {ARCHIVE} is not in the cache and can't be downloaded ({'; '.join(reasons)}): "
+        f"the source {ARCHIVE} is not in the cache and can't be downloaded ({'; '.join(dict.fromkeys(reasons))}): "
         f"connect to a package index, or put the file into {folder.parent}"
     )
+
+
+def try_download(command: list[str], folder: Path) -> str | None:
+    """Why pip did not bring the archive, None if it did."""
+    command += ["--quiet", "--no-deps", "--no-binary", ":all:", "--dest", str(folder), f"{NAME}=={VERSION}"]
+    # our own build sets these for its own CMake run
+    environment = {k: v for k, v in os.environ.items() if k not in ("CMAKE_ARGS", "SKBUILD_CMAKE_ARGS")}
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    except FileNotFoundError:
+        return "not found"
+    if run.returncode == 0 and (folder / ARCHIVE).exists():
+        return None
+    return (run.stderr.strip() or "no archive came").splitlines()[-1]
 
 
 def unpack(archive: Path, dest: Path) -> None:

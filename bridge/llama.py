@@ -12,7 +12,8 @@ from weakref import WeakSet
 
 from bridge import interrupts, library
 from pypack.counters import ExpertStats
-from pypack.errors import DecodeError, UsageError
+from pypack.errors import DecodeError, GGUFError, UsageError
+from pypack.ggml_types import NOT_COMPUTED_TYPES
 from pypack.pack import Pack, find_pack, open_pack
 from pypack.reader import Verify
 from pypack.stats_file import StatsWriter
@@ -251,6 +252,12 @@ def _open_checked(model_path: str, expert_pack: str | os.PathLike[str] | bool) -
         raise ValueError(f"Model path does not exist: {model_path}")
     pack = open_pack(find_pack(model_path) if isinstance(expert_pack, bool) else expert_pack)
     pack.check_source(model_path)
+    for role in (role for layer in pack.layers for role in layer.roles):
+        if role.type_name in NOT_COMPUTED_TYPES:
+            raise GGUFError(
+                f"{model_path}: {role.tensor} is of type {role.type_name}, which llama.cpp cannot multiply with: "
+                "quantize the model again to another type"
+            )
     return pack
 
 

@@ -15,13 +15,16 @@ class TypeTraits(NamedTuple):
     block_bytes: int
 
 
-# The pinned llama.cpp writes these, gguf 0.19 does not list them yet.
-_NEWER: dict[int, TypeTraits] = {42: TypeTraits("Q2_0", 64, 18)}
+# As in the pinned llama.cpp; gguf 0.19 does not list the first yet, and has the size of an older one of the second.
+_PINNED: dict[int, TypeTraits] = {42: TypeTraits("Q2_0", 64, 18), 9: TypeTraits("Q8_1", 32, 36)}
 
 GGML_TYPES: dict[int, TypeTraits] = {
-    **_NEWER,
     **{int(t): TypeTraits(t.name, values, size) for t, (values, size) in GGML_QUANT_SIZES.items()},
+    **_PINNED,
 }
+
+# No backend multiplies with these: stock loads such a model and crashes in the first evaluation.
+NOT_COMPUTED_TYPES = frozenset({"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"})
 
 
 def row_bytes(type_id: int, n_values: int) -> int:

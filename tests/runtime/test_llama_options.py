@@ -18,9 +18,10 @@ from bench.synth.model import write_model
 from llama_expert_pack import ExpertPackError, Llama
 from pypack.convert import convert
 from pypack.errors import BudgetError, NativeError, PackError, SourceMismatchError, UsageError
+from pypack.ggml_types import NOT_COMPUTED_TYPES
 from pypack.pack import find_pack, open_pack
 from tests.compare import minimum_budget
-from tests.models import TINY, VARIANTS
+from tests.models import REFUSED_TYPES, TINY, VARIANTS, write_refused
 from tests.runtime.packed import SMALL, bits, evaluate, load, loaded, variant
 
 BATCHES = [20, 1, 1]
@@ -248,3 +249,16 @@ def test_other_ways_to_load(options: dict[str, Any], tmp_path: Path) -> None:
     with loaded(path, **options) as llm:
         evaluate(llm, BATCHES)
         assert (bits(llm) == expected).all()
+
+
+@pytest.mark.parametrize("name", REFUSED_TYPES)
+def test_experts_that_llama_cpp_cannot_compute_are_refused(name: str, tmp_path: Path) -> None:
+    """Stock would load the model and crash in the first evaluation."""
+    path = write_refused(tmp_path, name)
+    convert(path)
+    with pytest.raises(ExpertPackError, match=rf"ffn_\w+_exps.weight is of type {name}, which llama.cpp cannot"):
+        Llama(str(path), expert_pack=True, verbose=False)
+
+
+def test_the_refused_types_are_those_that_crash_stock() -> None:
+    assert set(REFUSED_TYPES) == NOT_COMPUTED_TYPES

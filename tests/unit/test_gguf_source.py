@@ -53,6 +53,8 @@ def test_agrees_with_the_gguf_package(tmp_path: Path) -> None:
 
 def test_knows_every_type_of_the_gguf_package() -> None:
     for quantization, (values, size) in gguf.GGML_QUANT_SIZES.items():
+        if quantization.name == "Q8_1":  # gguf has the size of an older block; ggml's is two halves and 32 bytes
+            size = 2 * 2 + 32
         assert GGML_TYPES[int(quantization)] == (quantization.name, values, size)
 
 

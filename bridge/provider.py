@@ -20,7 +20,7 @@ from pypack.counters import Counters, ExpertStats
 from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError
 from pypack.host_memory import host_memory_free
 from pypack.policy import make_policy
-from pypack.reader import Reader
+from pypack.reader import Reader, check_count
 from pypack.staging import StagingPool
 
 if TYPE_CHECKING:
@@ -62,13 +62,15 @@ class Provider:
         self.counters = Counters()
         self.cache = ExpertCache(pack.layers, make_policy(policy), self.counters)
         self._check_budget()
+        self._read_splits = check_count("read_splits", read_splits, 1)
         self._reader = Reader(
             pack,
             direct_io=direct_io,
-            read_splits=read_splits,
+            read_splits=1,  # native splits
             stage_slots=stage_slots,
             verify=verify,
             counters=self.counters,
+            pread=self._pread,
         )
         self._handle = ffi.new_handle(self)
         self._store = self._register(os.fspath(model_path))
@@ -171,8 +173,8 @@ class Provider:
     def _read(self, layer: int, expert: int, slot: int) -> None:
         """Start a read; whatever happens, native hears of it."""
 
-        def deliver(part: memoryview, offset: int) -> None:
-            lib.expert_store_write(self._store, slot, offset, ffi.from_buffer(part), len(part))
+        def aim(buffer: memoryview) -> None:
+            lib.expert_store_stage(self._store, ffi.from_buffer(buffer), len(buffer), slot)
 
         def done(error: Exception | None) -> None:
             try:
@@ -189,11 +191,19 @@ class Provider:
         place = self._slots[slot]
         try:
             if isinstance(place, StagingPool):
-                place.submit(layer, expert, deliver, done)
+                place.submit(layer, expert, aim, done)
             else:
                 self._reader.submit(layer, expert, place, done)
         except Exception as error:
             done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
+
+    def _pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+        n: int = lib.expert_store_read(
+            self._store, fd, ffi.from_buffer(buffer), len(buffer), offset, self._read_splits
+        )
+        if n < 0:
+            raise OSError(-n, os.strerror(-n))
+        return n
 
     # ---- registration
 

@@ -28,13 +28,11 @@ from pypack.errors import PackError, ReadError, UsageError
 from pypack.layout import ALIGNMENT, Layer, align_up
 from pypack.pack import Extent
 
-__all__ = ["VERIFY_MODES", "OnDone", "OnPart", "ReadablePack", "Reader", "Verify"]
+__all__ = ["VERIFY_MODES", "OnDone", "ReadablePack", "Reader", "Verify", "check_count"]
 
 Verify = Literal["first", "off", "every"]
 VERIFY_MODES: tuple[Verify, ...] = ("first", "off", "every")
 OnDone = Callable[[ReadError | None], None]
-OnPart = Callable[[int, int], None]
-"""(offset, length) of bytes that have arrived in the destination; raises if they cannot be passed on."""
 
 _THREADS_MAX = 16
 _PART_BYTES_MIN = 1 << 20  # below this a part costs more than its parallel read gains
@@ -75,10 +73,8 @@ class _Block:
     extents: tuple[Extent, ...]
     dest: memoryview
     on_done: OnDone
-    on_part: OnPart | None
     retries_left: int
     parts: list[_Part] = field(default_factory=list)
-    gaps: list[tuple[int, int]] = field(default_factory=list)  # (start, end) that no part fills
     n_left: int = 0  # parts not yet ended
     failed: list[_Part] = field(default_factory=list)
     error: ReadError | None = None
@@ -91,7 +87,7 @@ class Reader:
     ``read_splits``: parts that one block is cut into at most; ``stage_slots``: blocks in flight at most.
     ``verify``: check a block's xxh3_128 at the first read of the expert here, at every read, or never.
     ``retries``: how often a failed, short or corrupt read is tried again.
-    ``pread`` replaces the system call, for tests.
+    ``pread`` replaces the system call: a faster one, or a failing one in tests.
 
     Raises :class:`pypack.errors.DirectIOError`, :class:`ReadError` or :class:`UsageError`.
     """
@@ -108,13 +104,9 @@ class Reader:
         counters: Counters | None = None,
         pread: PreadInto = pread_into,
     ) -> None:
-        for name, value, least in (
-            ("read_splits", read_splits, 1),
-            ("stage_slots", stage_slots, 1),
-            ("retries", retries, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        check_count("read_splits", read_splits, 1)
+        check_count("stage_slots", stage_slots, 1)
+        check_count("retries", retries, 0)
         if verify not in VERIFY_MODES:
             raise UsageError(f"verify must be one of {', '.join(VERIFY_MODES)}, not {verify!r}")
         self._pack = pack
@@ -144,19 +136,17 @@ class Reader:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, layer: int, expert: int, dest: memoryview, on_done: OnDone, on_part: OnPart | None = None) -> None:
+    def submit(self, layer: int, expert: int, dest: memoryview, on_done: OnDone) -> None:
         """Start to read an expert into ``dest``; ``on_done(error or None)`` is called when that ends.
 
         ``dest``: writable, block_bytes long, with direct I/O page-aligned; the caller's until it calls, the
         reader's until ``on_done``. ``on_done`` comes from a reader thread, exactly once; it may submit.
-        ``on_part`` is called before, for each part that has arrived, unchecked yet, again if it is read again;
-        an exception of it is a failed read.
         Raises ValueError for a wrong argument, RuntimeError after :meth:`close` and :class:`PackError` for
         extents that do not fit; ``on_done`` is not called then.
         """
         dest = self._checked_dest(layer, expert, dest)
         extents = self._checked_extents(layer, expert)
-        block = _Block(layer, expert, extents, dest, on_done, on_part, self._retries)
+        block = _Block(layer, expert, extents, dest, on_done, self._retries)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reader is closed")
@@ -205,7 +195,7 @@ class Reader:
         return extents
 
     def _start(self, block: _Block) -> None:
-        block.gaps = _zero_gaps(block.dest, block.extents)
+        _zero_gaps(block.dest, block.extents)
         n_idle = len(self._threads) // self._n_in_flight
         n_parts = min(self._read_splits, max(1, n_idle), -(-len(block.dest) // _PART_BYTES_MIN))
         block.parts = _cut(block.extents, n_parts)
@@ -224,9 +214,6 @@ class Reader:
             error: ReadError | None = None
             try:
                 self._read_part(block, part, bounce)
-                if block.on_part is not None:
-                    for segment in part:
-                        block.on_part(segment.dest_offset, segment.length)
             except Exception as cause:  # whatever happened, on_done must be called
                 error = self._read_error(block, part, cause)
             with self._lock:
@@ -243,7 +230,7 @@ class Reader:
         """All parts have ended: report the block, or read again what failed."""
         again = block.failed
         if not again:
-            block.error = self._digest_error(block) or self._pass_on_gaps(block)
+            block.error = self._digest_error(block)
             if block.error is None:
                 self._finish(block, None)
                 return
@@ -256,16 +243,6 @@ class Reader:
         block.retries_left -= 1
         self._counters.add(Counter.IO_RETRIES, n_errors)
         self._enqueue(block, again)
-
-    def _pass_on_gaps(self, block: _Block) -> ReadError | None:
-        if block.on_part is None:
-            return None
-        try:
-            for start, end in block.gaps:
-                block.on_part(start, end - start)
-        except Exception as cause:
-            return self._read_error(block, block.parts[0], cause)
-        return None
 
     def _finish(self, block: _Block, error: ReadError | None) -> None:
         if not self._direct_io:
@@ -344,6 +321,13 @@ class Reader:
         return self._pack.files[part[0].file_id]
 
 
+def check_count(name: str, value: int, least: int) -> int:
+    """The value; raises :class:`UsageError` if it is no whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    return value
+
+
 def _cut(extents: Sequence[Extent], n_parts: int) -> list[_Part]:
     """At most ``n_parts`` parts of about equal bytes, cut at multiples of ALIGNMENT in the file."""
     part_bytes = align_up(-(-sum(extent.length for extent in extents) // n_parts), ALIGNMENT)
@@ -362,20 +346,13 @@ def _cut(extents: Sequence[Extent], n_parts: int) -> list[_Part]:
     return parts
 
 
-def _zero_gaps(dest: memoryview, extents: Sequence[Extent]) -> list[tuple[int, int]]:
-    """Zero what no extent fills: the slot may still hold another layer's bytes where padding must be zero.
-
-    Returns the (start, end) of what was zeroed.
-    """
-    gaps: list[tuple[int, int]] = []
+def _zero_gaps(dest: memoryview, extents: Sequence[Extent]) -> None:
+    """Zero what no extent fills: the slot may still hold another layer's bytes where padding must be zero."""
     filled = 0
     for extent in sorted(extents, key=lambda extent: extent.dest_offset):
-        gaps.append((filled, extent.dest_offset))
+        dest[filled : extent.dest_offset] = bytes(extent.dest_offset - filled)
         filled = extent.dest_offset + extent.length
-    gaps = [(start, end) for start, end in [*gaps, (filled, len(dest))] if start < end]
-    for start, end in gaps:
-        dest[start:end] = bytes(end - start)
-    return gaps
+    dest[filled:] = bytes(len(dest) - filled)
 
 
 def _open_all(files: Sequence[Path], direct_io: bool) -> list[int]:

@@ -1,9 +1,9 @@
 """Reads for memory that the host cannot write to: into one of a few staging buffers, from there to where it belongs.
 
-    submit --(a buffer is free, else wait in line)--> reader fills it part by part --> deliver(part) --> on_done
+    submit --(a buffer is free, else wait in line)--> aim(buffer) --> reader fills it --> on_done
 
-The buffers are the direct read's destination and the device copy's source, so no byte is copied on the host, and
-the first parts are on the device while the last ones are still being read.
+The buffers are the direct read's destination and the device copy's source, so no byte is copied on the host. The
+reader's ``pread`` copies on: the first parts are on the device while the last ones are still being read.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from pypack.layout import Layer
     from pypack.reader import OnDone, Reader
 
-__all__ = ["Deliver", "StagingPool"]
+__all__ = ["Aim", "StagingPool"]
 
-Deliver = Callable[[memoryview, int], None]
-"""Takes a part of an expert, and where it starts in the block, to its place before it returns; raises if it cannot."""
+Aim = Callable[[memoryview], None]
+"""Says where the bytes that are read into a buffer belong, before the read starts."""
 
 
 class _Request(NamedTuple):
     layer: int
     expert: int
-    deliver: Deliver
+    aim: Aim
     on_done: OnDone
 
 
@@ -42,12 +42,12 @@ class StagingPool:
         self._free = list(buffers)
         self._waiting: deque[_Request] = deque()
 
-    def submit(self, layer: int, expert: int, deliver: Deliver, on_done: OnDone) -> None:
-        """Start to read an expert and return; ``deliver``, then ``on_done``, are called from reader threads.
+    def submit(self, layer: int, expert: int, aim: Aim, on_done: OnDone) -> None:
+        """Start to read an expert and return; ``aim``, then ``on_done``, are called, the latter from a reader thread.
 
-        ``on_done(error or None)`` is called exactly once; only if it gets None are the delivered bytes right.
+        ``on_done(error or None)`` is called exactly once; only if it gets None are the right bytes in place.
         """
-        request = _Request(layer, expert, deliver, on_done)
+        request = _Request(layer, expert, aim, on_done)
         with self._lock:
             if not self._free:
                 self._waiting.append(request)
@@ -58,9 +58,6 @@ class StagingPool:
     def _start(self, request: _Request, buffer: memoryview) -> None:
         block = buffer[: self._layers[request.layer].block_bytes]
 
-        def arrived(offset: int, length: int) -> None:
-            request.deliver(block[offset : offset + length], offset)
-
         def done(error: ReadError | None) -> None:
             try:
                 request.on_done(error)
@@ -68,7 +65,8 @@ class StagingPool:
                 self._next(buffer)
 
         try:
-            self._reader.submit(request.layer, request.expert, block, done, arrived)
+            request.aim(block)
+            self._reader.submit(request.layer, request.expert, block, done)
         except Exception as cause:
             done(ReadError(f"the read of expert {request.expert} of layer {request.layer} could not start: {cause}"))
 

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // cffi: begin
-#define EXPERT_ABI_VERSION 3
+#define EXPERT_ABI_VERSION 4
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
 
@@ -108,8 +108,12 @@ int expert_store_start(expert_store * store);
 // How many of the described weights the loaded model took from this store.
 int32_t expert_store_n_claimed(const expert_store * store);
 
-// Copies bytes of a block to its slot where that is not host memory; done when it returns. Before the commit.
-void expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes);
+// What is read into these bytes of staging memory from now on belongs into a slot.
+void    expert_store_stage(expert_store * store, const void * buffer, uint64_t n_bytes, int32_t slot);
+// Reads n_bytes of an open file at offset into a slot or staging memory, in n_parts parts at most at the same time; from
+// staging memory each part is copied on to its slot as it arrives. Returns when all that has ended: how many bytes are
+// there before the first gap (fewer than asked for at the end of the file), or -errno.
+int64_t expert_store_read(expert_store * store, int fd, void * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts);
 // A read has ended: the slot holds the expert's bytes, or it could not be filled (why: one sentence, copied).
 // The provider's own books must be right before the call: it may wake a computation that fetches at once.
 void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot);

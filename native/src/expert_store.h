@@ -3,6 +3,7 @@
 
 #include "expert_hooks.h"
 #include "expert_provider.h"
+#include "expert_read.h"
 
 #include "ggml-backend-impl.h"
 
@@ -10,6 +11,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -35,6 +37,12 @@ struct expert_arena {
     expert_arena(const expert_arena &)             = delete;
     expert_arena & operator=(const expert_arena &) = delete;
     ~expert_arena();
+};
+
+// Staging memory that a read for a device's slot goes through.
+struct expert_staged {
+    const char * end;
+    int32_t      slot;
 };
 
 // One MUL_MAT_ID in progress. A store runs one at a time: contexts of the same model take turns.
@@ -69,6 +77,7 @@ struct expert_store {
     std::condition_variable                    changed;
     std::vector<std::unique_ptr<expert_arena>> arenas;
     std::vector<ggml_backend_buffer_t>         staging;
+    std::map<const char *, expert_staged>      staged;       // by where its buffer starts
     std::vector<char *>                        slot_data;    // [slot] address in its arena
     std::vector<expert_arena *>                slot_arena;   // [slot]
     bool                                       busy = false; // an op holds the store
@@ -79,6 +88,7 @@ struct expert_store {
     bool                                       broken = false; // bytes were handed out wrong: the next op fails
 
     const int32_t *  slot_of(int32_t layer) const { return tables.slot_of + layers[layer].first_key; }
+    expert_read_pool readers;
     std::atomic<int> n_refs{1}; // buffers and the registration keep the store alive
 
     ~expert_store();
@@ -92,6 +102,9 @@ expert_store * expert_store_find(int fd);
 // The arena of a device, opened if it is not there yet; NULL and an error if that failed. Takes no lock while the
 // provider is called.
 expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev);
+
+// Copies bytes of a block to its slot where that is not host memory; done when it returns.
+void           expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes);
 
 // ---- a whole layer in device memory: begin, then passes over its experts while op.todo is not empty, then give back
 

@@ -63,6 +63,11 @@ const void * expert_cuda_matrix(int device, const ggml_tensor * weight, int64_t 
     return block + ref->store->layers[ref->layer].roles[ref->role].offset;
 }
 
+bool expert_cuda_ids_repeat(const ggml_tensor * weight) {
+    const expert_ref * ref = expert_ref_of(weight);
+    return ref && strstr(ref->store->layers[ref->layer].roles[ref->role].tensor, "_chexps.");
+}
+
 // ---- choosing
 
 expert_cuda_mode expert_cuda_mode_of(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {

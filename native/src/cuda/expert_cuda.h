@@ -32,6 +32,13 @@ const void * expert_cuda_weight(int device, const ggml_tensor * weight, const in
 // Address of one expert of a weight, for code that takes them one by one on the host.
 const void * expert_cuda_matrix(int device, const ggml_tensor * weight, int64_t expert);
 
+// True for weights whose router may name the same expert twice for one token (grovemoe's chunks of experts do).
+bool expert_cuda_ids_repeat(const ggml_tensor * weight);
+// ggml_cuda_launch_mm_ids_helper for such ids: upstream's counts an expert once per token, leaves the places that it did
+// not count unwritten, and what reads them afterwards takes any number for an index.
+void expert_cuda_sort_ids(const int32_t * ids, int32_t * ids_src1, int32_t * ids_dst, int32_t * expert_bounds, int n_experts,
+    int n_tokens, int n_used, int nchannels_y, int si1, int sis1, bool write_inverse, cudaStream_t stream);
+
 expert_cuda_mode expert_cuda_mode_of(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph);
 // True inside a graph that runs in segments: its parts are not captured.
 bool             expert_cuda_in_segments();

@@ -83,6 +83,51 @@ static __global__ void expert_keep_rows(const char * ids, int64_t ids_nb0, int64
     }
 }
 
+// One warp per expert, as upstream's helper, whose arrays it fills in the same order; but every place that names the
+// expert counts, also a second one of the same token.
+static __global__ void expert_sort_ids(const int32_t * ids, int32_t * ids_src1, int32_t * ids_dst, int32_t * expert_bounds,
+    int n_ids, int n_used, int nchannels_y, int si1, int sis1, bool write_inverse) {
+    const int      expert = blockIdx.x;
+    const unsigned lane   = threadIdx.x;
+    const auto     id_at  = [&](int i) { return i < n_ids ? ids[(i / n_used) * si1 + i % n_used] : INT_MAX; };
+
+    int start = 0; // places that name a lower expert
+    for (int i = lane; i < n_ids; i += WARP_SIZE) {
+        start += id_at(i) < expert;
+    }
+    start = warp_reduce_sum(start);
+
+    int end = start;
+    for (int i0 = 0; i0 < n_ids; i0 += WARP_SIZE) {
+        const int      i    = i0 + lane;
+        const bool     mine = id_at(i) == expert;
+        const unsigned all  = __ballot_sync(0xffffffff, mine);
+        if (mine) {
+            const int row = end + __popc(all & ((1u << lane) - 1));
+            ids_dst[row]  = i;
+            if (write_inverse) {
+                ids_src1[i] = row;
+            } else {
+                ids_src1[row] = (i / n_used) * sis1 + (i % n_used) % nchannels_y;
+            }
+        }
+        end += __popc(all);
+    }
+    if (lane == 0) {
+        expert_bounds[expert] = start;
+        if (expert == (int) gridDim.x - 1) {
+            expert_bounds[gridDim.x] = end;
+        }
+    }
+}
+
+void expert_cuda_sort_ids(const int32_t * ids, int32_t * ids_src1, int32_t * ids_dst, int32_t * expert_bounds, int n_experts,
+    int n_tokens, int n_used, int nchannels_y, int si1, int sis1, bool write_inverse, cudaStream_t stream) {
+    expert_sort_ids<<<n_experts, WARP_SIZE, 0, stream>>>(
+        ids, ids_src1, ids_dst, expert_bounds, n_tokens * n_used, n_used, nchannels_y, si1, sis1, write_inverse);
+    CUDA_CHECK(cudaGetLastError());
+}
+
 void expert_cuda_launch_lookup(const expert_cuda_state & state, int32_t layer, const ggml_tensor * ids, cudaStream_t stream) {
     const int            n_used    = (int) ids->ne[0];
     const int            n_ids     = (int) (ids->ne[0] * ids->ne[1]);

@@ -26,7 +26,9 @@ if (EXPERT_PACK_CUDA)
     list(APPEND our_folders ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda ${LLAMA_CPP_DIR}/ggml/src/ggml-cuda)
     expert_pack_sources(ggml-cuda
         ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/expert_cuda.cu
-        ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/expert_cuda_kernels.cu)
+        ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/expert_cuda_kernels.cu
+        ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/expert_cuda_lookup.cu
+        ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/expert_cuda_segments.cu)
     patched_sources(ggml-cuda
         ggml/src/ggml-cuda/ggml-cuda.cu ggml/src/ggml-cuda/mmq.cu ggml/src/ggml-cuda/mmvq.cu
         ggml/src/ggml-cuda/mmvf.cu ggml/src/ggml-cuda/mmf.cu)

@@ -109,7 +109,7 @@ int expert_store_start(expert_store * store);
 int32_t expert_store_n_claimed(const expert_store * store);
 
 // What is read into these bytes of staging memory from now on belongs into a slot.
-void    expert_store_stage(expert_store * store, const void * buffer, uint64_t n_bytes, int32_t slot);
+void expert_store_stage(expert_store * store, const void * buffer, uint64_t n_bytes, int32_t slot);
 // Reads n_bytes of an open file at offset into a slot or staging memory, in n_parts parts at most at the same time; from
 // staging memory each part is copied on to its slot as it arrives. Returns when all that has ended: how many bytes are
 // there before the first gap (fewer than asked for at the end of the file), or -errno.

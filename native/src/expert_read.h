@@ -12,7 +12,7 @@
 struct expert_read_parts; // one read, cut into parts
 
 class expert_read_pool {
-  public:
+public:
     using arrived_t = std::function<void(const char * bytes, uint64_t n_bytes)>;
 
     expert_read_pool() = default;
@@ -24,7 +24,7 @@ class expert_read_pool {
     // How many bytes are there before the first gap, or -errno.
     int64_t read(int fd, char * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, const arrived_t & arrived);
 
-  private:
+private:
     struct part {
         expert_read_parts * whole;
         size_t              index;

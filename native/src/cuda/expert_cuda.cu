@@ -3,17 +3,8 @@
 #include "expert_cuda_state.h"
 
 #include <algorithm>
-#include <thread>
 
-// Consecutive MUL_MAT_ID nodes of one expert layer: nodes [first, last] of the graph.
-struct expert_span {
-    const expert_ref *  ref;
-    const ggml_tensor * ids;
-    int                 first;
-    int                 last;
-};
-
-static std::vector<expert_span> find_spans(const ggml_cgraph * cgraph) {
+std::vector<expert_span> expert_cuda_find_spans(const ggml_cgraph * cgraph) {
     std::vector<expert_span> spans;
     for (int i = 0; i < cgraph->n_nodes; i++) {
         const ggml_tensor * node = cgraph->nodes[i];
@@ -32,10 +23,6 @@ static std::vector<expert_span> find_spans(const ggml_cgraph * cgraph) {
     }
     return spans;
 }
-
-// What the calling thread is in the middle of.
-static thread_local bool                     in_segments = false;
-static thread_local std::vector<expert_span> looked_up; // spans of the graph in lookup mode
 
 // ---- weights
 
@@ -71,14 +58,14 @@ bool expert_cuda_ids_repeat(const ggml_tensor * weight) {
 // ---- choosing
 
 expert_cuda_mode expert_cuda_mode_of(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
-    if (in_segments) {
+    if (expert_cuda_in_segments()) {
         return EXPERT_CUDA_NONE;
     }
-    looked_up = find_spans(cgraph);
-    if (looked_up.empty()) {
+    const std::vector<expert_span> spans = expert_cuda_find_spans(cgraph);
+    if (spans.empty()) {
         return EXPERT_CUDA_NONE;
     }
-    for (const expert_span & span : looked_up) {
+    for (const expert_span & span : spans) {
         if (!expert_cuda_state_of(span.ref, ctx.device)) {
             return EXPERT_CUDA_SEGMENTS; // which reports the error
         }
@@ -94,13 +81,11 @@ expert_cuda_mode expert_cuda_mode_of(ggml_backend_cuda_context & ctx, const ggml
     return blocking ? EXPERT_CUDA_SEGMENTS : EXPERT_CUDA_LOOKUP;
 }
 
-bool expert_cuda_in_segments() { return in_segments; }
-
 // ---- the arena is used by one graph at a time: contexts of the same model take turns
 
-static thread_local std::unique_lock<std::mutex> held; // from take_arena to give_arena
+static thread_local std::unique_lock<std::mutex> held; // from expert_cuda_take_arena to expert_cuda_give_arena
 
-static void take_arena(expert_cuda_state & state, ggml_backend_cuda_context & ctx, const expert_ref * ref) {
+void expert_cuda_take_arena(expert_cuda_state & state, ggml_backend_cuda_context & ctx, const expert_ref * ref) {
     if (held.owns_lock()) {
         return;
     }
@@ -115,347 +100,32 @@ static void take_arena(expert_cuda_state & state, ggml_backend_cuda_context & ct
     }
 }
 
-static void mark_use(expert_cuda_state & state, ggml_backend_cuda_context & ctx) {
+void expert_cuda_mark_use(expert_cuda_state & state, ggml_backend_cuda_context & ctx) {
     CUDA_CHECK(cudaEventRecord(state.used, ctx.stream()));
 }
 
-static void give_arena() {
+void expert_cuda_give_arena() {
     if (held.owns_lock()) {
         held.unlock();
     }
 }
 
-// ---- segments
-
-// The distinct ids of a batch; false and the store's error if one is out of range.
-static bool distinct_ids(const expert_ref * ref, const int32_t * ids, size_t n_ids, std::vector<int32_t> & distinct) {
+bool expert_cuda_distinct_ids(
+    const expert_ref * ref, const volatile int32_t * ids, size_t n_ids, std::vector<int32_t> & distinct) {
     const expert_layer & layer = ref->store->layers[ref->layer];
     std::vector<char>    seen(layer.n_expert, 0);
     distinct.clear();
     for (size_t i = 0; i < n_ids; i++) {
-        if (ids[i] < 0 || ids[i] >= layer.n_expert) {
+        const int32_t id = ids[i];
+        if (id < 0 || id >= layer.n_expert) {
             expert_store_set_error(ref->store, "the router of " + std::string(layer.roles[ref->role].tensor) + " chose expert " +
-                                                   std::to_string(ids[i]) + " of " + std::to_string(layer.n_expert));
+                                                   std::to_string(id) + " of " + std::to_string(layer.n_expert));
             return false;
         }
-        if (!seen[ids[i]]) {
-            seen[ids[i]] = 1;
-            distinct.push_back(ids[i]);
+        if (!seen[id]) {
+            seen[id] = 1;
+            distinct.push_back(id);
         }
     }
     return true;
-}
-
-static const int32_t * read_ids(expert_cuda_state & state, const ggml_tensor * ids, cudaStream_t stream) {
-    const size_t n_ids = ids->ne[0] * ids->ne[1];
-    if (state.n_ids_segments < n_ids) {
-        (void) cudaFreeHost(state.ids_segments);
-        CUDA_CHECK(cudaHostAlloc((void **) &state.ids_segments, n_ids * sizeof(int32_t), cudaHostAllocPortable));
-        state.n_ids_segments = n_ids;
-    }
-    const size_t row = ids->ne[0] * sizeof(int32_t);
-    GGML_ASSERT(ids->nb[0] == sizeof(int32_t));
-    CUDA_CHECK(
-        cudaMemcpy2DAsync(state.ids_segments, row, ids->data, ids->nb[1], row, ids->ne[1], cudaMemcpyDeviceToHost, stream));
-    CUDA_CHECK(cudaStreamSynchronize(stream)); // also: kernels of earlier layers have ended, their slots may be taken
-    return state.ids_segments;
-}
-
-// Tensors that nodes [first, last] read from compute buffers and do not make: a second run needs them as they were,
-// but their memory may be given to a later node of the span.
-static std::vector<const ggml_tensor *> outside_inputs(const ggml_cgraph * cgraph, int first, int last) {
-    std::vector<const ggml_tensor *> made;
-    std::vector<const ggml_tensor *> inputs;
-    const auto root_of  = [](const ggml_tensor * tensor) { return tensor->view_src ? tensor->view_src : tensor; };
-    const auto contains = [](const std::vector<const ggml_tensor *> & list, const ggml_tensor * tensor) {
-        return std::find(list.begin(), list.end(), tensor) != list.end();
-    };
-    for (int i = first; i <= last; i++) {
-        const ggml_tensor * node = cgraph->nodes[i];
-        for (const ggml_tensor * src : node->src) {
-            const ggml_tensor * root = src ? root_of(src) : nullptr;
-            if (root && root->buffer && root->data && !contains(made, root) && !contains(inputs, root) && !expert_ref_of(root) &&
-                ggml_backend_buffer_get_usage(root->buffer) == GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
-                inputs.push_back(root);
-            }
-        }
-        made.push_back(root_of(node));
-    }
-    return inputs;
-}
-
-// Results per token and expert that are read after nodes [first, last]: the last one, and what LoRA or a cut of the graph
-// takes from the middle.
-static std::vector<ggml_tensor *> outside_outputs(ggml_cgraph * cgraph, const expert_span & span) {
-    std::vector<ggml_tensor *> outputs = {cgraph->nodes[span.last]};
-    for (int i = span.first; i < span.last; i++) {
-        ggml_tensor * node = cgraph->nodes[i];
-        if (node->view_src || node->type != GGML_TYPE_F32 || node->ne[1] != span.ids->ne[0] || node->ne[2] != span.ids->ne[1]) {
-            continue;
-        }
-        int  n_uses = 0;
-        bool later  = node->flags & GGML_TENSOR_FLAG_OUTPUT;
-        for (int j = i + 1; j < cgraph->n_nodes; j++) {
-            for (const ggml_tensor * src : cgraph->nodes[j]->src) {
-                n_uses += src == node;
-                later |= j > span.last && src && (src == node || src->view_src == node);
-            }
-        }
-        if (later || n_uses < ggml_node_get_use_count(cgraph, i)) {
-            outputs.push_back(node);
-        }
-    }
-    return outputs;
-}
-
-static ggml_cgraph part_of(ggml_cgraph * cgraph, int first, int end) {
-    ggml_cgraph part = ggml_graph_view(cgraph, first, end);
-    part.uid         = 0;
-    return part;
-}
-
-// Runs nodes [span.first, span.last] once per pass, each time with the experts of the pass, and keeps their rows.
-static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph, const expert_span & span,
-    expert_cuda_compute compute, expert_cuda_state & state, const std::vector<int32_t> & experts) {
-    auto &         ctx      = *(ggml_backend_cuda_context *) backend->context;
-    cudaStream_t   stream   = ctx.stream();
-    expert_store * store    = span.ref->store;
-    const int32_t  n_expert = store->layers[span.ref->layer].n_expert;
-
-    const std::vector<const ggml_tensor *> inputs = outside_inputs(cgraph, span.first, span.last);
-    std::vector<size_t>                    place; // of each input in `saved`
-    size_t                                 n_saved = 0;
-    for (const ggml_tensor * input : inputs) {
-        place.push_back(n_saved);
-        n_saved += GGML_PAD(ggml_nbytes(input), 256);
-    }
-    ggml_cuda_pool_alloc<char> saved(ctx.pool(), std::max<size_t>(n_saved, 1));
-    for (size_t i = 0; i < inputs.size(); i++) {
-        CUDA_CHECK(
-            cudaMemcpyAsync(saved.get() + place[i], inputs[i]->data, ggml_nbytes(inputs[i]), cudaMemcpyDeviceToDevice, stream));
-    }
-    const std::vector<ggml_tensor *> outputs = outside_outputs(cgraph, span);
-    std::vector<size_t>              kept_place; // of each output in `kept`
-    size_t                           n_kept = 0;
-    for (const ggml_tensor * output : outputs) {
-        kept_place.push_back(n_kept);
-        n_kept += GGML_PAD(ggml_nbytes(output), 256);
-    }
-    ggml_cuda_pool_alloc<char>    kept(ctx.pool(), n_kept);
-    ggml_cuda_pool_alloc<uint8_t> in_pass(ctx.pool(), n_expert);
-    // the router's ids may be overwritten by the time the rows are kept: take them from where they were saved
-    ggml_tensor ids = *span.ids;
-    for (size_t i = 0; i < inputs.size(); i++) {
-        const ggml_tensor * root = span.ids->view_src ? span.ids->view_src : span.ids;
-        if (inputs[i] == root) {
-            ids.data = saved.get() + place[i] + ((const char *) span.ids->data - (const char *) root->data);
-        }
-    }
-
-    std::vector<int32_t> pass;
-    std::vector<uint8_t> chosen;
-    bool                 ok = true;
-    for (bool first = true;; first = false) {
-        pass.clear();
-        chosen.assign(n_expert, 0);
-        for (int32_t expert : experts) {
-            if (store->op.data[expert]) {
-                pass.push_back(expert);
-                chosen[expert] = 1;
-            }
-        }
-        if (pass.empty()) {
-            break; // a read failed
-        }
-        state.apply(state.changes(span.ref->layer, pass), stream);
-        CUDA_CHECK(cudaMemcpyAsync(in_pass.get(), chosen.data(), n_expert, cudaMemcpyHostToDevice, stream));
-        for (size_t i = 0; i < inputs.size() && !first; i++) {
-            CUDA_CHECK(cudaMemcpyAsync(
-                inputs[i]->data, saved.get() + place[i], ggml_nbytes(inputs[i]), cudaMemcpyDeviceToDevice, stream));
-        }
-        ggml_cgraph part = part_of(cgraph, span.first, span.last + 1);
-        ok               = compute(backend, &part) == GGML_STATUS_SUCCESS;
-        for (size_t i = 0; i < outputs.size(); i++) {
-            expert_cuda_launch_keep_rows(&ids, in_pass.get(), outputs[i], kept.get() + kept_place[i], stream);
-        }
-        if (!ok || store->op.todo.empty()) {
-            break;
-        }
-        CUDA_CHECK(cudaStreamSynchronize(stream)); // the next pass takes slots of this one
-        expert_store_next_pass(store);
-    }
-    for (size_t i = 0; i < outputs.size(); i++) {
-        CUDA_CHECK(cudaMemcpyAsync(
-            outputs[i]->data, kept.get() + kept_place[i], ggml_nbytes(outputs[i]), cudaMemcpyDeviceToDevice, stream));
-    }
-    CUDA_CHECK(cudaStreamSynchronize(stream)); // the pool's memory is free again
-    return ok ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
-}
-
-// Makes the span's experts resident; runs the span itself if it takes several passes. *next: where the graph goes on.
-static enum ggml_status run_span(
-    ggml_backend_t backend, ggml_cgraph * cgraph, const expert_span & span, expert_cuda_compute compute, int * next) {
-    auto &         ctx        = *(ggml_backend_cuda_context *) backend->context;
-    expert_store * store      = span.ref->store;
-    *next                     = span.first;
-    expert_cuda_state * state = expert_cuda_state_of(span.ref, ctx.device);
-    if (!state) {
-        return GGML_STATUS_FAILED;
-    }
-    take_arena(*state, ctx, span.ref);
-    std::vector<int32_t> experts;
-    const int32_t *      ids = read_ids(*state, span.ids, ctx.stream());
-    if (!distinct_ids(span.ref, ids, span.ids->ne[0] * span.ids->ne[1], experts)) {
-        return GGML_STATUS_FAILED;
-    }
-    expert_layer_begin(store, span.ref->layer, experts, true);
-    enum ggml_status status = GGML_STATUS_SUCCESS;
-    if (!store->op.failed && !store->op.todo.empty()) {
-        status = run_passes(backend, cgraph, span, compute, *state, experts);
-        *next  = span.last + 1;
-    } else if (!store->op.failed) {
-        state->apply(state->changes(span.ref->layer, experts), ctx.stream());
-    }
-    if (!expert_store_give_back(store)) {
-        state->rewrite(ctx.stream());
-        status = GGML_STATUS_FAILED;
-    }
-    return status;
-}
-
-enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * cgraph, expert_cuda_compute compute) {
-    auto &                         ctx   = *(ggml_backend_cuda_context *) backend->context;
-    const std::vector<expert_span> spans = find_spans(cgraph);
-    in_segments                          = true;
-    enum ggml_status status              = GGML_STATUS_SUCCESS;
-    int              next                = 0;
-    for (size_t i = 0; i <= spans.size() && status == GGML_STATUS_SUCCESS; i++) {
-        const int end = i < spans.size() ? spans[i].first : cgraph->n_nodes;
-        if (next < end) {
-            ggml_cgraph part = part_of(cgraph, next, end);
-            status           = compute(backend, &part);
-            next             = end;
-        }
-        if (i < spans.size() && status == GGML_STATUS_SUCCESS) {
-            status = run_span(backend, cgraph, spans[i], compute, &next);
-        }
-    }
-    in_segments               = false;
-    expert_cuda_state * state = spans.empty() ? nullptr : expert_cuda_state_of(spans.front().ref, ctx.device);
-    if (state) {
-        mark_use(*state, ctx);
-    }
-    give_arena();
-    return status;
-}
-
-// ---- lookup
-
-void expert_cuda_lookup_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
-    expert_cuda_state & state = *expert_cuda_state_of(looked_up.front().ref, ctx.device);
-    take_arena(state, ctx, looked_up.front().ref);
-    state.mailbox->abort   = 0;
-    state.mailbox->request = 0;
-    GGML_UNUSED(cgraph);
-}
-
-void expert_cuda_lookup_node(ggml_backend_cuda_context & ctx, const ggml_tensor * node) {
-    if (in_segments || node->op != GGML_OP_MUL_MAT_ID) {
-        return;
-    }
-    const expert_ref * ref = expert_ref_of(node->src[0]);
-    if (!ref) {
-        return;
-    }
-    for (const expert_span & span : looked_up) {
-        if (span.ref == ref && span.ids == node->src[2]) {
-            expert_cuda_launch_lookup(*expert_cuda_state_of(ref, ctx.device), ref->layer, span.ids, ctx.stream());
-            return;
-        }
-    }
-}
-
-// Answers a lookup that found a miss. False if the experts could not be brought in.
-static bool answer(expert_cuda_state & state, const expert_span & span, const std::vector<int32_t> & experts) {
-    expert_store * store = span.ref->store;
-    expert_layer_begin(store, span.ref->layer, experts, true);
-    const bool                 complete = store->op.todo.empty();
-    std::vector<expert_update> changed;
-    if (!store->op.failed) {
-        changed = state.changes(span.ref->layer, experts);
-    }
-    if (!expert_store_give_back(store) || !complete || changed.size() > EXPERT_LOOKUP_UPDATES_MAX) {
-        return false;
-    }
-    for (size_t i = 0; i < changed.size(); i++) {
-        state.mailbox->updates[i] = changed[i];
-    }
-    state.mailbox->n_updates = (int32_t) changed.size();
-    return true;
-}
-
-enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
-    GGML_UNUSED(cgraph);
-    expert_cuda_state & state   = *expert_cuda_state_of(looked_up.front().ref, ctx.device);
-    expert_mailbox &    mailbox = *state.mailbox;
-    mark_use(state, ctx);
-    const auto ids_of   = [&](const expert_span & span) { return state.ids + (size_t) span.ref->layer * EXPERT_LOOKUP_IDS_MAX; };
-    const auto n_ids_of = [](const expert_span & span) { return (size_t) (span.ids->ne[0] * span.ids->ne[1]); };
-
-    bool                 ok        = true;
-    size_t               n_counted = 0; // acquires are counted in the order of layers, before anything is evicted for a later one
-    std::vector<int32_t> experts;
-    const auto           count_hits = [&](size_t end) {
-        for (; n_counted < end; n_counted++) {
-            const expert_span & span = looked_up[n_counted];
-            if (distinct_ids(span.ref, ids_of(span), n_ids_of(span), experts)) {
-                expert_layer_count(span.ref->store, span.ref->layer, experts);
-            }
-        }
-    };
-    uint32_t answered = 0;
-    while (ok) {
-        const cudaError_t done    = cudaEventQuery(state.used);
-        const uint32_t    request = mailbox.request;
-        if (request != answered && request != 0) {
-            std::atomic_thread_fence(std::memory_order_seq_cst);
-            size_t i = n_counted;
-            while (i < looked_up.size() && (uint32_t) looked_up[i].ref->layer != mailbox.layer) {
-                i++;
-            }
-            GGML_ASSERT(i < looked_up.size());
-            count_hits(i);
-            n_counted = i + 1;
-            ok        = distinct_ids(looked_up[i].ref, ids_of(looked_up[i]), n_ids_of(looked_up[i]), experts) &&
-                 answer(state, looked_up[i], experts);
-            answered = request;
-            std::atomic_thread_fence(std::memory_order_seq_cst);
-            if (ok) {
-                mailbox.answer = request;
-            }
-            continue;
-        }
-        if (done == cudaSuccess) {
-            break;
-        }
-        if (done != cudaErrorNotReady) {
-            CUDA_CHECK(done);
-        }
-    }
-    if (ok && mailbox.abort) {
-        expert_store_set_error(looked_up.front().ref->store, "the GPU waited too long for an expert");
-        ok = false;
-    }
-    if (!ok) {
-        mailbox.n_updates = 0;
-        std::atomic_thread_fence(std::memory_order_seq_cst);
-        mailbox.abort = 1; // the rest of the graph computes with whatever is there; nobody uses it
-        CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
-        state.rewrite(ctx.stream());
-        give_arena();
-        return GGML_STATUS_FAILED;
-    }
-    count_hits(looked_up.size());
-    give_arena();
-    return GGML_STATUS_SUCCESS;
 }

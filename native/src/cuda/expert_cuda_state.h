@@ -8,6 +8,7 @@
 #include <vector>
 
 #define EXPERT_LOOKUP_IDS_MAX 1024 // ids of a layer in lookup mode; larger batches run in segments
+#define EXPERT_ID_NONE INT32_MIN   // in place of an id that no lookup has written yet
 #define EXPERT_LOOKUP_UPDATES_MAX (2 * EXPERT_LOOKUP_IDS_MAX)
 // Longer than any read with its retries: only a host that will never answer is given up.
 #define EXPERT_LOOKUP_TIMEOUT_NS (600ull * 1000 * 1000 * 1000)
@@ -70,3 +71,22 @@ void expert_cuda_launch_lookup(const expert_cuda_state & state, int32_t layer, c
 // Copies rows [row_bytes] of src to dst whose expert is in the pass: ids [n_used, n_tokens], in_pass [n_expert].
 void expert_cuda_launch_keep_rows(
     const ggml_tensor * ids, const uint8_t * in_pass, const ggml_tensor * src, char * dst, cudaStream_t stream);
+
+// Consecutive MUL_MAT_ID nodes of one expert layer: nodes [first, last] of the graph.
+struct expert_span {
+    const expert_ref *  ref;
+    const ggml_tensor * ids;
+    int                 first;
+    int                 last;
+};
+
+std::vector<expert_span> expert_cuda_find_spans(const ggml_cgraph * cgraph);
+// The distinct ids of a batch; false and the store's error if one is out of range.
+bool expert_cuda_distinct_ids(
+    const expert_ref * ref, const volatile int32_t * ids, size_t n_ids, std::vector<int32_t> & distinct);
+
+// An arena is used by one graph at a time: contexts of the same model take turns.
+void expert_cuda_take_arena(expert_cuda_state & state, ggml_backend_cuda_context & ctx, const expert_ref * ref);
+// After the last kernel of the graph.
+void expert_cuda_mark_use(expert_cuda_state & state, ggml_backend_cuda_context & ctx);
+void expert_cuda_give_arena();

@@ -1,0 +1,148 @@
+// Running a whole captured graph, whose lookups this thread answers.
+#include "expert_cuda.h"
+#include "expert_cuda_state.h"
+
+#include <algorithm>
+
+static thread_local std::vector<expert_span> looked_up; // spans of the graph that runs
+
+static volatile int32_t * ids_of(const expert_cuda_state & state, const expert_span & span) {
+    return (volatile int32_t *) state.ids + (size_t) span.ref->layer * EXPERT_LOOKUP_IDS_MAX; // the device writes them
+}
+
+static size_t n_ids_of(const expert_span & span) { return (size_t) (span.ids->ne[0] * span.ids->ne[1]); }
+
+void expert_cuda_lookup_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
+    looked_up                 = expert_cuda_find_spans(cgraph);
+    expert_cuda_state & state = *expert_cuda_state_of(looked_up.front().ref, ctx.device);
+    expert_cuda_take_arena(state, ctx, looked_up.front().ref);
+    state.mailbox->abort   = 0;
+    state.mailbox->request = 0;
+    for (const expert_span & span : looked_up) {
+        std::fill_n(ids_of(state, span), n_ids_of(span), EXPERT_ID_NONE);
+    }
+}
+
+void expert_cuda_lookup_node(ggml_backend_cuda_context & ctx, const ggml_tensor * node) {
+    if (expert_cuda_in_segments() || node->op != GGML_OP_MUL_MAT_ID) {
+        return;
+    }
+    const expert_ref * ref = expert_ref_of(node->src[0]);
+    if (!ref) {
+        return;
+    }
+    for (const expert_span & span : looked_up) {
+        if (span.ref == ref && span.ids == node->src[2]) {
+            expert_cuda_launch_lookup(*expert_cuda_state_of(ref, ctx.device), ref->layer, span.ids, ctx.stream());
+            return;
+        }
+    }
+}
+
+// Answers a lookup that found a miss, whose acquire is counted. False if the experts could not be brought in.
+static bool answer(expert_cuda_state & state, const expert_span & span, const std::vector<int32_t> & experts) {
+    expert_store * store = span.ref->store;
+    expert_layer_begin(store, span.ref->layer, experts, false);
+    const bool                 complete = store->op.todo.empty();
+    std::vector<expert_update> changed;
+    if (!store->op.failed) {
+        changed = state.changes(span.ref->layer, experts);
+    }
+    if (!expert_store_give_back(store) || !complete || changed.size() > EXPERT_LOOKUP_UPDATES_MAX) {
+        return false;
+    }
+    for (size_t i = 0; i < changed.size(); i++) {
+        state.mailbox->updates[i] = changed[i];
+    }
+    state.mailbox->n_updates = (int32_t) changed.size();
+    return true;
+}
+
+// Counts the acquires of a graph in the order of its layers, while the graph runs.
+struct acquire_counter {
+    const expert_cuda_state & state;
+    size_t                    next = 0; // span
+    std::vector<int32_t>      experts;
+
+    bool is_written(const expert_span & span) const {
+        const volatile int32_t * ids = ids_of(state, span);
+        return std::find(ids, ids + n_ids_of(span), EXPERT_ID_NONE) == ids + n_ids_of(span);
+    }
+    void count_one() {
+        const expert_span & span = looked_up[next++];
+        if (expert_cuda_distinct_ids(span.ref, ids_of(state, span), n_ids_of(span), experts)) {
+            expert_layer_count(span.ref->store, span.ref->layer, experts);
+        }
+    }
+    void count_to(size_t end) {
+        while (next < end) {
+            count_one();
+        }
+    }
+    void count_what_is_written() {
+        while (next < looked_up.size() && is_written(looked_up[next])) {
+            count_one();
+        }
+    }
+};
+
+// The span whose lookup waits.
+static size_t requested(const expert_mailbox & mailbox, size_t from) {
+    while (from < looked_up.size() && (uint32_t) looked_up[from].ref->layer != mailbox.layer) {
+        from++;
+    }
+    GGML_ASSERT(from < looked_up.size());
+    return from;
+}
+
+enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
+    GGML_UNUSED(cgraph);
+    expert_cuda_state & state   = *expert_cuda_state_of(looked_up.front().ref, ctx.device);
+    expert_mailbox &    mailbox = *state.mailbox;
+    expert_cuda_mark_use(state, ctx);
+
+    bool                 ok      = true;
+    acquire_counter      counter = {state};
+    std::vector<int32_t> experts;
+    uint32_t             answered = 0;
+    while (ok) {
+        const cudaError_t done    = cudaEventQuery(state.used);
+        const uint32_t    request = mailbox.request;
+        if (request != answered && request != 0) {
+            std::atomic_thread_fence(std::memory_order_seq_cst);
+            const size_t i = requested(mailbox, counter.next > 0 ? counter.next - 1 : 0);
+            counter.count_to(i + 1); // before anything is evicted for this layer
+            ok = expert_cuda_distinct_ids(looked_up[i].ref, ids_of(state, looked_up[i]), n_ids_of(looked_up[i]), experts) &&
+                 answer(state, looked_up[i], experts);
+            answered = request;
+            std::atomic_thread_fence(std::memory_order_seq_cst);
+            if (ok) {
+                mailbox.answer = request;
+            }
+            continue;
+        }
+        if (done == cudaSuccess) {
+            break;
+        }
+        if (done != cudaErrorNotReady) {
+            CUDA_CHECK(done);
+        }
+        counter.count_what_is_written();
+    }
+    if (ok && mailbox.abort) {
+        expert_store_set_error(looked_up.front().ref->store, "the GPU waited too long for an expert");
+        ok = false;
+    }
+    if (!ok) {
+        mailbox.n_updates = 0;
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        mailbox.abort = 1; // the rest of the graph computes with whatever is there; nobody uses it
+        CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+        state.rewrite(ctx.stream());
+        expert_cuda_give_arena();
+        return GGML_STATUS_FAILED;
+    }
+    counter.count_to(looked_up.size());
+    expert_cuda_give_arena();
+    return GGML_STATUS_SUCCESS;
+}

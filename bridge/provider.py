@@ -5,6 +5,7 @@ native misses --fetch--> cache takes slots --> reader fills them --> commit or f
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -202,7 +203,7 @@ class Provider:
             self._store, fd, ffi.from_buffer(buffer), len(buffer), offset, self._read_splits
         )
         if n < 0:
-            raise OSError(-n, os.strerror(-n))
+            raise OSError(-n, "the copy to the device failed" if -n == errno.EREMOTEIO else os.strerror(-n))
         return n
 
     # ---- registration

@@ -112,7 +112,7 @@ int32_t expert_store_n_claimed(const expert_store * store);
 void expert_store_stage(expert_store * store, const void * buffer, uint64_t n_bytes, int32_t slot);
 // Reads n_bytes of an open file at offset into a slot or staging memory, in n_parts parts at most at the same time; from
 // staging memory each part is copied on to its slot as it arrives. Returns when all that has ended: how many bytes are
-// there before the first gap (fewer than asked for at the end of the file), or -errno.
+// there before the first gap (fewer than asked for at the end of the file), or -errno; -EREMOTEIO: the copy failed.
 int64_t expert_store_read(expert_store * store, int fd, void * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts);
 // A read has ended: the slot holds the expert's bytes, or it could not be filled (why: one sentence, copied).
 // The provider's own books must be right before the call: it may wake a computation that fetches at once.

@@ -34,9 +34,9 @@ struct expert_read_parts {
 
     void run(size_t index) {
         const uint64_t start  = index * part_bytes;
-        const int64_t  result = fill(dest + start, length(index), offset + (int64_t) start);
-        if (result > 0 && arrived) {
-            arrived(dest + start, (uint64_t) result);
+        int64_t        result = fill(dest + start, length(index), offset + (int64_t) start);
+        if (result > 0 && arrived && !arrived(dest + start, (uint64_t) result)) {
+            result = -EREMOTEIO;
         }
         std::lock_guard<std::mutex> lock(mutex);
         results[index] = result;
@@ -159,7 +159,7 @@ int64_t expert_store_read(expert_store * store, int fd, void * dest, uint64_t n_
         }
     }
     if (buffer) {
-        arrived = [=](const char * bytes, uint64_t n) { expert_store_write(store, slot, bytes - buffer, bytes, n); };
+        arrived = [=](const char * bytes, uint64_t n) { return expert_store_write(store, slot, bytes - buffer, bytes, n); };
     }
     return store->readers.read(fd, (char *) dest, n_bytes, offset, n_parts, arrived);
 }

@@ -13,7 +13,7 @@ struct expert_read_parts; // one read, cut into parts
 
 class expert_read_pool {
 public:
-    using arrived_t = std::function<void(const char * bytes, uint64_t n_bytes)>;
+    using arrived_t = std::function<bool(const char * bytes, uint64_t n_bytes)>;
 
     expert_read_pool() = default;
     ~expert_read_pool();
@@ -21,7 +21,7 @@ public:
     expert_read_pool & operator=(const expert_read_pool &) = delete;
 
     // Reads n_bytes at offset into dest, in n_parts parts at most; `arrived` is called for each, from any thread.
-    // How many bytes are there before the first gap, or -errno.
+    // How many bytes are there before the first gap, or -errno; -EREMOTEIO if `arrived` failed.
     int64_t read(int fd, char * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, const arrived_t & arrived);
 
 private:

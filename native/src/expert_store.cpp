@@ -308,22 +308,25 @@ static bool read_ended(expert_store * store, int32_t layer, int32_t expert) {
     return true;
 }
 
-// On the calling thread, in a stream of its own; ggml's backends wait for the end of it.
-void expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) {
-    ggml_tensor place = {};
-    place.type        = GGML_TYPE_I8;
+bool expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) {
+    ggml_backend_dev_t dev   = nullptr;
+    char *             place = nullptr;
     {
         std::lock_guard<std::mutex> lock(store->mutex);
-        place.buffer = store->slot_arena[slot]->buffer;
-        place.data   = store->slot_data[slot] + offset;
+        if (slot < 0 || (size_t) slot >= store->slot_data.size()) {
+            return false;
+        }
+        dev   = store->slot_arena[slot]->dev;
+        place = store->slot_data[slot] + offset;
     }
-    place.ne[0] = (int64_t) n_bytes;
-    place.ne[1] = place.ne[2] = place.ne[3] = 1;
-    place.nb[0]                             = 1;
-    place.nb[1] = place.nb[2] = place.nb[3] = n_bytes;
-    ggml_backend_tensor_set(&place, bytes, 0, n_bytes);
+    ggml_backend_reg_t reg  = ggml_backend_dev_backend_reg(dev);
+    const auto         copy = (expert_copy_t) ggml_backend_reg_get_proc_address(reg, EXPERT_COPY_PROC);
+    if (!copy || !copy(place, bytes, n_bytes)) {
+        return false;
+    }
     std::lock_guard<std::mutex> lock(store->mutex);
     store->tables.counters[EXPERT_H2D_BYTES] += (int64_t) n_bytes;
+    return true;
 }
 
 void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot) {

@@ -103,8 +103,8 @@ expert_store * expert_store_find(int fd);
 // provider is called.
 expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev);
 
-// Copies bytes of a block to its slot where that is not host memory; done when it returns.
-void expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes);
+// Copies bytes of a block to its slot where that is not host memory; done when it returns. False if the device failed.
+bool expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes);
 
 // ---- a whole layer in device memory: begin, then passes over its experts while op.todo is not empty, then give back
 

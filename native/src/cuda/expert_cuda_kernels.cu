@@ -140,6 +140,23 @@ void expert_cuda_launch_keep_rows(
     CUDA_CHECK(cudaGetLastError());
 }
 
+bool expert_cuda_copy(void * dest, const void * src, size_t n_bytes) {
+    cudaPointerAttributes place;
+    cudaError_t           error = cudaPointerGetAttributes(&place, dest);
+    if (error == cudaSuccess) {
+        ggml_cuda_set_device(place.device);
+        error = cudaMemcpyAsync(dest, src, n_bytes, cudaMemcpyHostToDevice, cudaStreamPerThread);
+    }
+    if (error == cudaSuccess) {
+        error = cudaStreamSynchronize(cudaStreamPerThread);
+    }
+    if (error != cudaSuccess) {
+        GGML_LOG_ERROR("%s: %s\n", __func__, cudaGetErrorString(error));
+        (void) cudaGetLastError();
+    }
+    return error == cudaSuccess;
+}
+
 // ---- state
 
 expert_cuda_state::expert_cuda_state(expert_store * store, int device, char * base) :

@@ -8,6 +8,7 @@ Stock is found as bench.stock says, or in the folder EXPERT_PACK_STOCK_LIB names
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -65,6 +66,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         llm._ctx.decode(llm._batch)
         llama_cpp.llama_synchronize(llm._ctx.ctx)
 
+    def last_logits() -> str:
+        logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(n_vocab,))
+        return hashlib.sha256(logits.tobytes()).hexdigest()[:16]
+
     def timed(n_prompt: int, n_steps: int) -> tuple[float, float]:
         llama_cpp.llama_memory_clear(memory, True)
         prompt = rng.integers(0, n_vocab, n_prompt).tolist()
@@ -72,13 +77,17 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         run(prompt, 0)
         prefill_s = time.perf_counter() - start
+        digests.append(last_logits())
         for i, token in enumerate(steps[:4]):  # captured graphs are ready after these
             run([token], n_prompt + i)
         start = time.perf_counter()
         for i, token in enumerate(steps[4:], 4):
             run([token], n_prompt + i)
-        return n_prompt / prefill_s, n_steps / max(time.perf_counter() - start, 1e-9)
+        decode_s = max(time.perf_counter() - start, 1e-9)
+        digests.append(last_logits())
+        return n_prompt / prefill_s, n_steps / decode_s
 
+    digests: list[str] = []  # of the last logits after each prefill and each run of steps: the same on every side
     found: dict[str, Any] = {"load_s": loaded_s}
     for _ in range(job.get("n_warm_up", 2)):
         timed(512, 16)
@@ -89,6 +98,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         found[f"decode_after{n_prompt}_tokens_per_s"] = float(np.median([s[1] for s in samples]))
     if before is not None:
         found["expert_stats"] = llm.expert_stats().since(before).to_dict()
+    found["logits_digests"] = digests
     llm.close()
     return found
 
@@ -138,7 +148,7 @@ def resident(out: Path, models: Path, rounds: int) -> None:
             make_model(path, **sizes)
         pack = open_pack(convert(path).path)
         cache = pack.payload_bytes
-        common = {"model": str(path), "prompts": [512, 2048], "n_steps": 128, "n_repeats": 3}
+        common = {"model": str(path), "prompts": [512, 2048], "n_steps": 128, "n_repeats": 7}
         packed = {"expert_pack": True, "expert_cache": cache, "expert_cache_reserve": 0}
         for round_ in range(rounds):
             for kind, stock, options in (("stock", True, {}), ("no-pack", False, {}), ("packed", False, packed)):
@@ -212,59 +222,14 @@ def missing(out: Path, model: Path, label: str, share: float, steps: int) -> Non
 
 @main.command(help="Logits of small models, packed against stock, all layers on the GPU.")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option(
-    "--models", type=click.Path(path_type=Path), required=True, help="Folder of GGUFs; others are written there."
-)
+@click.option("--models", type=click.Path(path_type=Path), default=Path("build/gpu-models"), show_default=True)
 def identity(out: Path, models: Path) -> None:
-    from tests.compare import differences, minimum_budget, run_jobs
+    from bench.gpu_identity import compare, record_of, small_models
     from tests.models import VARIANTS
 
-    paths = {path.stem: path for path in sorted(models.glob("*-moe.gguf"))}
-    for name, write_variant in VARIANTS.items():
-        (models / name).mkdir(parents=True, exist_ok=True)
-        paths[name] = write_variant(models / name)
-    jobs = []
-    batches = [32, 1, 2, 4, 8, 16, 3, 7, *[1] * 16]
-    for name, path in paths.items():
-        try:
-            pack = open_pack(convert(path).path)
-        except Exception as error:
-            write(out, {"benchmark": "identity", "model": name, "skipped": str(error)})
-            continue
-        least = minimum_budget(pack)
-        base = {"n_gpu_layers": -1, "expert_pack": True, "expert_cache_reserve": 0}
-        common = {"model": str(path), "batches": batches}
-        jobs.append({"id": f"{name}.stock", "stock": True, "repack": True, "llama": {"n_gpu_layers": -1}, **common})
-        for budget, n_bytes in (
-            ("all", pack.payload_bytes),
-            ("half", max(least, pack.payload_bytes // 2)),
-            ("least", least),
-        ):
-            jobs.append(
-                {"id": f"{name}.{budget}", "stock": False, "llama": {**base, "expert_cache": n_bytes}, **common}
-            )
-    runs = run_jobs(jobs, models / "logits")
-    for name in paths:
-        for budget in ("all", "half", "least"):
-            if (ours := runs.get(f"{name}.{budget}")) is None:
-                continue
-            stock = runs[f"{name}.stock"]
-            difference = differences(stock, ours)
-            same_choice = (
-                stock.logits is not None
-                and ours.logits is not None
-                and bool((stock.logits.argmax(axis=1) == ours.logits.argmax(axis=1)).all())
-            )
-            record = {"benchmark": "identity", "model": name, "budget": budget, "identical": difference == ""}
-            write(
-                out,
-                {
-                    **record,
-                    "same_argmax": same_choice,
-                    "difference": difference[:300],
-                    "stats": ours.found.get("expert_stats"),
-                },
-            )
+    write(out, {"benchmark": "banner", **banner(models)})
+    for case, stock, ours in compare(small_models(models, list(VARIANTS), None), models / "logits"):
+        write(out, {"benchmark": "identity", **record_of(case, stock, ours)})
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,19 @@ class Run:
         return self.found["expert_stats"]  # type: ignore[no-any-return]
 
 
-def run_jobs(jobs: list[dict[str, Any]], folder: Path) -> dict[str, Run]:
-    """Runs all jobs, those of stock in one process, ours in another; a job that kills its process has an error."""
+def run_jobs(jobs: list[dict[str, Any]], folder: Path, n_processes: int = 1) -> dict[str, Run]:
+    """Runs all jobs, those of stock in other processes than ours; a job that kills its process has an error.
+
+    ``n_processes``: how many of each kind run at the same time.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for stock in (True, False):
-        left = [job for job in jobs if job["stock"] == stock]
-        while left:
-            left = left[run_until_death(left, stock, folder) :]
+    shares = [
+        [job for job in jobs if job["stock"] == stock][i::n_processes]
+        for i in range(n_processes)
+        for stock in (True, False)
+    ]
+    with ThreadPoolExecutor(n_processes) as pool:
+        list(pool.map(lambda share: run_share(share, folder), shares))
     runs = {}
     for job in jobs:
         logits = folder / f"{job['id']}.npy"
@@ -53,13 +60,19 @@ def run_jobs(jobs: list[dict[str, Any]], folder: Path) -> dict[str, Run]:
     return runs
 
 
-def run_until_death(jobs: list[dict[str, Any]], stock: bool, folder: Path) -> int:
+def run_share(jobs: list[dict[str, Any]], folder: Path) -> None:
+    """Runs jobs of one kind, in one process unless one of them kills it."""
+    while jobs:
+        jobs = jobs[run_until_death(jobs, folder) :]
+
+
+def run_until_death(jobs: list[dict[str, Any]], folder: Path) -> int:
     """Runs jobs in one process; how many it ran. The last of them may have killed it, and then says so."""
-    job_file = folder / f"jobs-{'stock' if stock else 'ours'}.json"
+    job_file = folder / f"{jobs[0]['id']}.jobs.json"
     job_file.write_text(json.dumps(jobs))
     run = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "logits_runner.py"), str(job_file), str(folder)],
-        env=environment(stock),
+        env=environment(jobs[0]["stock"]),
         capture_output=True,
         text=True,
         check=False,

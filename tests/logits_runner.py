@@ -2,10 +2,11 @@
 
 Usage: logits_runner.py JOBS.json OUT_DIR
 
-JOBS.json: a list of {"id", "model", "stock": bool, "llama": {keywords of Llama}, "batches": [n_tokens, ...]}. With
+JOBS.json: a list of {"id", "model", "stock": bool, "llama": {keywords of Llama}, "batches": [n_tokens, ...],
+"greedy": how many tokens to choose after them, optional}. With
 stock true the libraries come from LLAMA_CPP_LIB_PATH, which the caller sets; else from the installed package. One
 process must not mix the two. Writes OUT_DIR/ID.npy, float32 [sum of batches, n_vocab], and OUT_DIR/ID.json with what
-else is known: expert_stats, error.
+else is known: expert_stats, greedy (the chosen tokens), error.
 
 Tokens are the same for every run of a model: (7 * i + i * i) % n_vocab.
 """
@@ -43,6 +44,21 @@ def evaluate(llm: Any, batches: list[int]) -> np.ndarray:
     return np.concatenate(rows)
 
 
+def choose(llm: Any, n: int) -> list[int]:
+    """The n tokens that follow, each the likeliest one after those before."""
+    import llama_cpp
+
+    if not llama_cpp.llama_get_memory(llm._ctx.ctx):
+        return []
+    n_vocab = llm.n_vocab()
+    chosen: list[int] = []
+    for _ in range(n):
+        logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(n_vocab,))
+        chosen.append(int(logits.argmax()))
+        llm.eval(chosen[-1:])
+    return chosen
+
+
 def run(job: dict[str, Any], out: Path) -> None:
     found: dict[str, Any] = {}
     try:
@@ -52,6 +68,7 @@ def run(job: dict[str, Any], out: Path) -> None:
         )
         try:
             np.save(out / f"{job['id']}.npy", evaluate(llm, job["batches"]))
+            found["greedy"] = choose(llm, job.get("greedy", 0))
             if options.get("expert_pack"):
                 found["expert_stats"] = llm.expert_stats().to_dict()
         finally:

@@ -1,0 +1,100 @@
+"""Reads and copies that fail under a GPU cache: the decode fails or waits, the next one is right."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bridge._provider import lib
+from llama_expert_pack import Llama
+from pypack.pack import find_pack, open_pack
+from tests.compare import minimum_budget
+from tests.runtime.packed import Pread, decode_error, evaluate, loaded, reads, refused, variant
+
+BATCHES = [32, 1, 1, 7, 1]
+
+
+def options_for(path: Path, **options: object) -> dict[str, object]:
+    return {
+        "n_gpu_layers": -1,
+        "expert_cache": minimum_budget(open_pack(find_pack(path))),
+        "expert_verify": "every",
+        **options,
+    }
+
+
+def usual(llm: Llama) -> Pread:
+    return llm._provider._pread  # type: ignore[no-any-return, union-attr]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> tuple[Path, np.ndarray]:
+    """A packed model and the logits of an undisturbed run."""
+    path = variant("type-Q4_K", tmp_path)
+    with loaded(path, **options_for(path)) as llm:
+        return path, evaluate(llm, BATCHES)
+
+
+@pytest.mark.parametrize("n_before", [0, 1], ids=["in-prefill", "in-decode"])
+@pytest.mark.parametrize("kind", ["refused", "flipped"])
+def test_reads_that_go_on_failing_fail_the_decode_and_the_next_one_is_right(
+    kind: str, n_before: int, model: tuple[Path, np.ndarray]
+) -> None:
+    path, expected = model
+    with loaded(path, **options_for(path)) as llm:
+
+        def flipped(fd: int, buffer: memoryview, offset: int) -> int:
+            n = usual(llm)(fd, buffer, offset)
+            buffer[n // 2] ^= 1
+            return n
+
+        done = BATCHES[:n_before]
+        evaluate(llm, done)
+        with reads(llm, refused(5) if kind == "refused" else flipped) as broken:
+            text = decode_error(lambda: evaluate(llm, BATCHES[n_before : n_before + 1]))
+        assert broken and ("Input/output error" in text or "checksum" in text)
+        assert np.array_equal(evaluate(llm, BATCHES[n_before:]), expected)
+        assert llm.expert_stats().failures == 1
+
+
+def test_one_failing_read_is_retried(model: tuple[Path, np.ndarray]) -> None:
+    path, expected = model
+    with loaded(path, **options_for(path)) as llm, reads(llm, refused(5), times=1) as broken:
+        assert np.array_equal(evaluate(llm, BATCHES), expected)
+        assert broken and llm.expert_stats().io_retries == 1
+
+
+def test_a_copy_that_fails_fails_the_decode(model: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, expected = model
+    with loaded(path, **options_for(path)) as llm:
+        provider = llm._provider
+
+        class NowhereToCopyTo:
+            def __getattr__(self, name: str) -> object:
+                if name == "expert_store_stage":
+                    return lambda store, buffer, n, slot: lib.expert_store_stage(store, buffer, n, 1 << 30)
+                return getattr(lib, name)
+
+        monkeypatch.setattr("bridge.provider.lib", NowhereToCopyTo())
+        text = decode_error(lambda: evaluate(llm, BATCHES[:1]))
+        monkeypatch.undo()
+        assert provider is not None and "the copy to the device failed" in text
+        assert np.array_equal(evaluate(llm, BATCHES), expected)
+
+
+@pytest.mark.parametrize("n_before", [0, 1], ids=["in-prefill", "in-decode"])
+def test_a_slow_read_is_waited_for(n_before: int, model: tuple[Path, np.ndarray]) -> None:
+    path, expected = model
+    with loaded(path, **options_for(path)) as llm:
+
+        def slow(fd: int, buffer: memoryview, offset: int) -> int:
+            time.sleep(30 if n_before else 3)
+            return usual(llm)(fd, buffer, offset)
+
+        evaluate(llm, BATCHES[:n_before])
+        with reads(llm, slow, times=1) as delayed:
+            assert np.array_equal(evaluate(llm, BATCHES[n_before:]), expected)
+        assert len(delayed) == 1

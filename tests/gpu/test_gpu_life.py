@@ -1,0 +1,79 @@
+"""VRAM: within the budget, back to where it was, and refused in a sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from llama_expert_pack import ExpertPackError
+from pypack.pack import find_pack, open_pack
+from tests.compare import minimum_budget
+from tests.runtime.packed import evaluate, load, loaded, variant
+
+GPU = {"n_gpu_layers": -1}
+MIB = 1 << 20
+
+
+def vram_used_bytes() -> int:
+    """Of the first GPU, by all processes."""
+    command = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * MIB
+
+
+def least(path: Path) -> int:
+    return minimum_budget(open_pack(find_pack(path)))
+
+
+def test_twenty_loads_give_back_all_vram(tmp_path: Path) -> None:
+    path = variant("type-Q8_0", tmp_path)
+    used = []
+    for _ in range(21):
+        with loaded(path, **GPU, expert_cache=least(path)) as llm:
+            evaluate(llm, [16, 1, 1])
+        used.append(vram_used_bytes())
+    assert used[-1] == used[0], [n // MIB for n in used]
+
+
+def test_more_vram_than_there_is_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = variant("type-Q8_0", tmp_path)
+    with pytest.raises(ExpertPackError) as raised:
+        load(path, **GPU, expert_cache=least(path), expert_cache_reserve="10TiB")
+    assert "\n" not in str(raised.value) and "reserve" in str(raised.value)
+
+
+def test_vram_stays_within_trunk_and_budget(tmp_path: Path) -> None:
+    """The cache takes what it was given, once; nothing grows while experts come and go."""
+    path = variant("many-experts", tmp_path)
+    with loaded(path, **GPU, expert_cache=least(path)) as llm:
+        evaluate(llm, [32, 1])
+        after_first = vram_used_bytes()
+        samples: list[int] = []
+        done = threading.Event()
+
+        def sample() -> None:
+            while not done.wait(0.05):
+                samples.append(vram_used_bytes())
+
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+        try:
+            evaluate(llm, [64, 7, *[1] * 64])
+        finally:
+            done.set()
+            sampler.join()
+        assert llm.expert_stats().evictions > 0
+        # larger batches than before may grow the compute pool once
+        assert max(samples, default=after_first) - after_first <= 64 * MIB
+
+
+@pytest.mark.parametrize("n_gpu_layers", [0, 2])
+def test_layers_on_the_cpu_use_the_host_beside_it(n_gpu_layers: int, tmp_path: Path) -> None:
+    path = variant("type-Q8_0", tmp_path)
+    with loaded(path, n_gpu_layers=n_gpu_layers, expert_cache=least(path)) as llm:
+        evaluate(llm, [16, 1, 1])
+        stats = llm.expert_stats()
+        assert stats.loads > 0
+        assert (stats.h2d_bytes > 0) == (n_gpu_layers > 0)

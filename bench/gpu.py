@@ -25,6 +25,7 @@ from bench.make_model import make_model
 from bench.stock import ROOT, environment, llama_class
 from pypack.convert import convert
 from pypack.direct_io import aligned_buffer
+from pypack.errors import UsageError
 from pypack.pack import Pack, open_pack
 from pypack.reader import Reader
 
@@ -185,6 +186,18 @@ def raw_read_rate(pack: Pack, n_blocks: int = 256, stage_slots: int = 12) -> flo
     return n_bytes / (time.perf_counter() - start)
 
 
+def delivery_in_own_process(model: Path) -> float:
+    """raw_delivery_rate, whose CUDA context goes with the process."""
+    code = "import sys; from bench.gpu_raw import raw_delivery_rate; from pypack.pack import find_pack, open_pack; "
+    code += "print(raw_delivery_rate(open_pack(find_pack(sys.argv[1]))))"
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(model)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if run.returncode != 0:
+        raise UsageError(run.stderr.strip().splitlines()[-1])
+    return float(run.stdout.split()[-1])
+
+
 @main.command(help="Delivery of missing experts with half of them in VRAM, beside the raw rate of the same pack.")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.argument("model", type=click.Path(path_type=Path))
@@ -193,8 +206,9 @@ def raw_read_rate(pack: Pack, n_blocks: int = 256, stage_slots: int = 12) -> flo
 @click.option("--steps", default=64, show_default=True)
 def missing(out: Path, model: Path, label: str, share: float, steps: int) -> None:
     pack = open_pack(convert(model).path)
-    for splits, slots, verify in ((4, 12, "first"), (8, 16, "first"), (8, 16, "off")):
-        raw = raw_read_rate(pack, stage_slots=slots)
+    raw = raw_read_rate(pack)
+    raw_delivery = delivery_in_own_process(model)
+    for splits, slots, verify in ((4, 12, "first"), (8, 16, "first"), (8, 16, "off"), (16, 16, "off")):
         packed = {
             "expert_pack": True,
             "expert_cache": int(pack.payload_bytes * share),
@@ -215,8 +229,11 @@ def missing(out: Path, model: Path, label: str, share: float, steps: int) -> Non
         stats = found.get("expert_stats", {})
         delivered = stats["read_bytes"] / stats["wait_s"] if stats.get("wait_s") else None
         record = {"benchmark": "missing", "model": model.stem, "drive": label, "share": share, "read_splits": splits}
-        record |= {"stage_slots": slots, "verify": verify, "raw_bytes_per_s": raw, "delivered_bytes_per_s": delivered}
-        record["delivered_over_raw"] = delivered / raw if delivered else None
+        record |= {"stage_slots": slots, "verify": verify, "raw_read_bytes_per_s": raw}
+        record |= {"raw_delivery_bytes_per_s": raw_delivery, "delivered_bytes_per_s": delivered}
+        record["delivered_over_raw_read"] = delivered / raw if delivered else None
+        record["delivered_over_raw_delivery"] = delivered / raw_delivery if delivered else None
+        record["misses_per_load"] = stats["misses"] / stats["provider_calls"] if stats.get("provider_calls") else None
         write(out, {**record, **found})
 
 

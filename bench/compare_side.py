@@ -73,10 +73,7 @@ class Side:
     """A loaded model and the counters around it."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        if job["stock"]:
-            llama = _stock_class(job["cpu_moe"], job["direct_io"])
-        else:
-            llama = llama_class(stock=False)
+        llama = _stock_class(job["cpu_moe"], job["direct_io"]) if job["stock"] else llama_class(stock=False)
         import llama_cpp  # ours must be the first to import it
 
         self.lib = llama_cpp

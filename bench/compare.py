@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +74,7 @@ class Comparison:
             self.write_conditions(sides, left_out, read_ahead)
             for round_ in range(a["rounds"]):
                 self.measure_drive(round_)
-                first = round_ % 2 * -1  # who runs first changes from round to round
-                for spec in [*sides][:: first or 1]:
+                for spec in sides if round_ % 2 == 0 else reversed(sides):  # who runs first changes
                     if spec.reference and round_ > 0:
                         continue
                     if time.monotonic() > self.deadline:
@@ -116,15 +114,24 @@ class Comparison:
         )
 
     def measure_drive(self, round_: int) -> None:
-        found: dict[str, Any] = {"raw_bytes_per_s": raw_rate.raw_read_rate(self.pack, self.arguments["stage_slots"])}
-        if self.sizes.vram is not None:
-            with suppress(OSError):
-                found["raw_copy_bytes_per_s"] = raw_rate.raw_read_copy_rate(self.pack, self.arguments["stage_slots"])
-                found["copy_bytes_per_s"] = raw_rate.copy_rate(raw_rate.block_facts(self.pack)[0])
-        bursts = raw_rate.burst_seconds(self.pack, self.arguments["read_splits"], self.arguments["stage_slots"])
-        found["burst_s"] = {str(k): seconds for k, seconds in bursts.items()}
-        say(f"round {round_}: raw O_DIRECT {found['raw_bytes_per_s'] / 1e9:.2f} GB/s")
+        a = self.arguments
+        command = [
+            sys.executable,
+            "-m",
+            "bench.raw_rate",
+            str(self.pack.path),
+            str(a["read_splits"]),
+            str(a["stage_slots"]),
+        ]
+        command += ["--gpu"] if self.sizes.vram is not None else []
+        run = subprocess.run(
+            command, env=environment(stock=False), cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if run.returncode != 0:
+            raise UsageError(f"{self.pack.path}: the drive could not be measured: {run.stderr.strip()[-300:]}")
+        found = json.loads(run.stdout.splitlines()[-1])
         self.write("raw", round=round_, **found)
+        say(f"round {round_}: raw O_DIRECT {found['raw_bytes_per_s'] / 1e9:.2f} GB/s")
 
     def measure_side(self, spec: SideSpec, round_: int) -> None:
         a = self.arguments

@@ -64,22 +64,22 @@ to_disk() {
 # 21 GiB of 147 GB, hit rate about 50 %; the page cache gets as large a share
 dsv4() {
     bench/fast_drive.sh up "$fast" "${FAST_SIZE:-60G}" || return 1
-    if model dsv4 "${DSV4_LAYERS:-8}" "${DSV4_SPREAD:-0.6}"; then
+    if model dsv4 "${DSV4_LAYERS:-8}" "${DSV4_SPREAD:-0.9}"; then
         local options=(--cache 15% --ram-cap 15% --n-prompt 64 --n-gen "${N_GEN:-32}" --rounds "${ROUNDS:-2}")
         compare "$fast" dsv4 zram 170 "${options[@]}"
-        to_disk dsv4 && compare "$disk" dsv4 disk 330 "${options[@]}"
+        to_disk dsv4 && compare "$disk" dsv4 disk 330 "${options[@]}" --sides stock-mmap,ours
     fi
     rm -f "$disk"/dsv4.*
     bench/fast_drive.sh down "$fast"
 }
 
-# 5 GiB of 986 GB beside one working set: at 3 layers 15 blocks and 16. Hit rate about 20 %
+# 5 GiB of 986 GB beside one working set: at 3 layers 15 blocks and 16. Hit rate about 17 %
 k3() {
     bench/fast_drive.sh up "$fast" "${FAST_SIZE:-72G}" || return 1
-    if model k3 "${K3_LAYERS:-4}" "${K3_SPREAD:-0.6}"; then
-        local options=(--cache 370642944 --ram-cap 4% --n-prompt 64 --n-gen "${N_GEN:-32}" --rounds "${ROUNDS:-2}" --read-splits 1 --stage-slots 16)
+    if model k3 "${K3_LAYERS:-4}" "${K3_SPREAD:-1.0}"; then
+        local options=(--cache 370642944 --ram-cap 3.2% --n-prompt 64 --n-gen "${N_GEN:-32}" --rounds "${ROUNDS:-2}" --read-splits 1 --stage-slots 16)
         compare "$fast" k3 zram 170 "${options[@]}"
-        to_disk k3 && compare "$disk" k3 disk 330 "${options[@]}"
+        to_disk k3 && compare "$disk" k3 disk 330 "${options[@]}" --sides stock-mmap,ours
     fi
     rm -f "$disk"/k3.*
     bench/fast_drive.sh down "$fast"

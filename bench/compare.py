@@ -146,7 +146,7 @@ class Comparison:
             }  # fmt: skip
             with conditions.memory_cap(self.sizes.cap if spec.capped else None) as cap, gpu_samples() as gpu:
                 error = run_side(cap.command([sys.executable, "-m", "bench.compare_side", json.dumps(job)]), spec, a)
-                found = {"error": error} if error else json.loads(out.read_text())
+                found: dict[str, Any] = {"error": error} if error else json.loads(out.read_text())
                 found["cgroup_peak_bytes"] = cap.peak_bytes()
         found["vram_peak_bytes"] = gpu.vram_peak_bytes()
         for sample in found.get("samples", []):

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 
-QUERY = ("nvidia-smi", "--query-gpu=memory.used,power.draw", "--format=csv,noheader,nounits", "-i", "0", "-lms", "200")
+QUERY = (
+    "nvidia-smi",
+    "--query-gpu=timestamp,memory.used,power.draw",
+    "--format=csv,noheader,nounits",
+    "-i",
+    "0",
+    "-lms",
+    "200",
+)
 
 
 @dataclass
@@ -19,17 +27,18 @@ class GpuSamples:
     samples: list[tuple[float, int, float | None]] = field(default_factory=list)
 
     def add(self, line: str) -> None:
-        """A line of nvidia-smi, such as "1024, 98.54"; what cannot be read is left out."""
-        parts = [part.strip() for part in line.split(",")]
+        """A line such as "2026/11/29 20:35:47.123, 1024, 98.54"; what cannot be read is left out."""
         try:
-            used_bytes = int(parts[0]) << 20
+            at, used, power = (part.strip() for part in line.split(","))
+            seconds = datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f").timestamp()
+            used_bytes = int(used) << 20
         except ValueError:
             return
         try:
-            watts = float(parts[1])
-        except (ValueError, IndexError):
+            watts = float(power)
+        except ValueError:  # "[N/A]": this GPU does not tell
             watts = None
-        self.samples.append((time.time(), used_bytes, watts))
+        self.samples.append((seconds, used_bytes, watts))
 
     def vram_peak_bytes(self) -> int | None:
         return max((used for _, used, _ in self.samples), default=None)

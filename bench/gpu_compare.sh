@@ -4,7 +4,7 @@
 #   bench/gpu_compare.sh OUTDIR [dsv4|k3|all] [SECONDS]
 # OUTDIR/compare.jsonl grows as results come; OUTDIR/report.md is made at the end, also when time runs out.
 # PYTHON, EXPERT_PACK_STOCK_LIB, DISK (a folder on the disk to measure), DSV4_LAYERS, K3_LAYERS, DSV4_SPREAD, K3_SPREAD,
-# N_GEN, ROUNDS, FAST_SIZE and MODEL_OPTIONS (for bench.make_model, to try this out with less) may be set.
+# N_GEN, ROUNDS and FAST_SIZE may be set; MODEL_OPTIONS and COMPARE_OPTIONS, to try this out with less, are passed on.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?a folder for the results}
@@ -40,7 +40,7 @@ compare() {
     [ "$(left)" -gt 40 ] || { note "no time left for $preset from $label"; return; }
     [ "$most" -lt "$(left)" ] || most=$(($(left) - 15))
     timeout "$(left)" "$python" -m bench.compare --model "$folder/$preset.gguf" --label "$label" --time-limit "$most" \
-        --side-limit 150 --out "$results" "$@" > "$out/$preset-$label.md" || note "$preset from $label ended early"
+        --side-limit 150 --out "$results" "$@" ${COMPARE_OPTIONS:-} > "$out/$preset-$label.md" || note "$preset from $label ended early"
     note "$preset from $label done"
 }
 

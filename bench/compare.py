@@ -22,7 +22,8 @@ import click
 
 from bench import conditions, raw_rate
 from bench.banner import banner
-from bench.compare_report import markdown, read_lines, summaries
+from bench.compare_report import markdown
+from bench.compare_results import read_lines, summaries
 from bench.compare_sides import SideSpec, Sizes, plan_sides
 from bench.gpu_samples import gpu_samples, vram_free_bytes
 from bench.stock import ROOT, STOCK_LIB, environment
@@ -255,10 +256,11 @@ def main(model: Path, pack_path: Path | None, ten_requests: bool, **arguments: A
         arguments["cold"] = arguments["cold"] or ("machine" if os.geteuid() == 0 else "files")
         comparison = Comparison(pack, model, arguments)
         comparison.run()
-        lines = [line for line in read_lines(comparison.out) if line["comparison"] == comparison.name]
+        everything = read_lines(comparison.out)
+        lines = [line for line in everything if line["comparison"] == comparison.name]
         for summary in summaries(lines):
             comparison.write("summary", **summary)
-        print(markdown(lines))
+        print(markdown(lines, everything))
     except (ExpertPackError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

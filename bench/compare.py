@@ -33,8 +33,8 @@ from pypack.errors import ExpertPackError, UsageError
 from pypack.host_memory import host_memory_free
 from pypack.pack import Pack, open_pack
 
-PROCESS_BYTES = 1 << 30  # what a process takes beside weights: Python, libraries, buffers
-PROCESS_GPU_BYTES = 2 << 30
+PROCESS_BYTES = 256 << 20  # what a process takes beside weights: Python, libraries, buffers
+PROCESS_GPU_BYTES = 1 << 30  # the trunk is in VRAM then
 
 
 class Comparison:
@@ -49,12 +49,12 @@ class Comparison:
         vram = vram_free_bytes() if arguments["gpu"] and (STOCK_LIB / "libggml-cuda.so").exists() else None
         model_bytes = sum(path.stat().st_size for path in self.files)
         experts = pack.payload_bytes
-        process_bytes = PROCESS_BYTES if vram is None else PROCESS_GPU_BYTES
+        beside_experts = PROCESS_BYTES + model_bytes - experts if vram is None else PROCESS_GPU_BYTES
         self.sizes = Sizes(
             model=model_bytes,
             experts=experts,
             cache=parse_size(arguments["cache"], experts),
-            cap=ram_cap_bytes(arguments["ram_cap"], model_bytes - experts + process_bytes, experts),
+            cap=ram_cap_bytes(arguments["ram_cap"], beside_experts, experts),
             memory_free=host_memory_free(),
             vram=vram,
         )

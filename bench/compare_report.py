@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from bench import step_model
+from bench import charts, step_model
 from bench.compare_results import Line, agreement, comparisons, of_kind, read_lines, rows, speedup
 
 
@@ -141,9 +142,22 @@ def main(results: Path, out: Path | None) -> None:
     lines = read_lines(results)
     texts = [markdown(group, lines) for group in comparisons(lines).values()]
     print("\n".join(texts))
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.md").write_text("\n".join(texts), encoding="utf-8")
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    if charts.available():
+        for i, group in enumerate(comparisons(lines).values()):
+            if of_kind(group, "conditions"):
+                written = charts.draw(group, lines, out, chart_name(group))
+                texts[i] += "".join(f"\n![{path.stem}]({path.name})" for path in written) + "\n"
+    else:
+        print("no charts: pip install matplotlib", file=sys.stderr)
+    (out / "report.md").write_text("\n".join(texts), encoding="utf-8")
+
+
+def chart_name(lines: Sequence[Line]) -> str:
+    conditions = of_kind(lines, "conditions")[0]
+    return f"{Path(conditions['model_filename']).stem}-{conditions['label']}"
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ class Comparison:
         self.files = [model.parent / shard.name for shard in pack.manifest.source.shards]
         self.files = [path for path in self.files if path.exists()] or [model]
         self.out: Path = arguments["out"]
+        self.prompts = read_prompts(arguments["prompts"])
         self.deadline = time.monotonic() + (arguments["time_limit"] or float("inf"))
         vram = vram_free_bytes() if arguments["gpu"] and (STOCK_LIB / "libggml-cuda.so").exists() else None
         model_bytes = sum(path.stat().st_size for path in self.files)
@@ -143,7 +144,7 @@ class Comparison:
                 "out": str(out), "model": str(self.model), "stock": spec.stock, "cpu_moe": spec.cpu_moe,
                 "direct_io": spec.direct_io, "gpu": spec.gpu, "options": spec.options, "n_threads": a["threads"],
                 "n_ubatch": a["ubatch"], "n_ctx": a["ctx"], "n_prompt": a["n_prompt"], "n_gen": a["n_gen"],
-                "n_repeats": a["repeats"], "token_skew": a["token_skew"], "prompts": read_prompts(a["prompts"]),
+                "n_repeats": a["repeats"], "token_skew": a["token_skew"], "prompts": self.prompts,
             }  # fmt: skip
             with conditions.memory_cap(self.sizes.cap if spec.capped else None) as cap, gpu_samples() as gpu:
                 error = run_side(cap.command([sys.executable, "-m", "bench.compare_side", json.dumps(job)]), spec, a)
@@ -201,7 +202,10 @@ def read_prompts(path: Path | None) -> list[str]:
         prompts = [line for line in text.splitlines() if line.strip()]
     else:
         try:
-            prompts = [item if isinstance(item, str) else item["prompt"] for item in json.loads(text)]
+            found = json.loads(text)
+            if not isinstance(found, list):
+                raise TypeError(f"found {type(found).__name__}")
+            prompts = [item if isinstance(item, str) else str(item["prompt"]) for item in found]
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(
                 f"{path}: expected a JSON list of prompts, or of objects with a prompt ({error})"

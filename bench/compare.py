@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import click
 
 from bench import conditions, raw_rate
 from bench.banner import banner
-from bench.compare_report import markdown
+from bench.compare_report import markdown, write_report
 from bench.compare_results import read_lines, summaries
 from bench.compare_sides import SideSpec, Sizes, plan_sides
 from bench.gpu_samples import gpu_samples, vram_free_bytes
@@ -33,7 +34,7 @@ from pypack.errors import ExpertPackError, UsageError
 from pypack.host_memory import host_memory_free
 from pypack.pack import Pack, open_pack
 
-PROCESS_BYTES = 256 << 20  # what a process takes beside weights: Python, libraries, buffers
+PROCESS_BYTES = 128 << 20  # what a process takes beside weights: Python, libraries, buffers
 PROCESS_GPU_BYTES = 1 << 30  # the trunk is in VRAM then
 
 
@@ -59,7 +60,18 @@ class Comparison:
             memory_free=host_memory_free(),
             vram=vram,
         )
+        self.cap_problem = ""
+        if arguments["cap_if_possible"]:
+            self.check_cap()
         self.name = f"{model.stem} {arguments['label']} {time.strftime('%Y-%m-%dT%H:%M:%S')}"
+
+    def check_cap(self) -> None:
+        try:
+            with conditions.memory_cap(self.sizes.cap):
+                pass
+        except UsageError as error:
+            self.cap_problem = str(error)
+            self.sizes = replace(self.sizes, cap=None)
 
     def write(self, kind: str, **record: Any) -> None:
         line = json.dumps({"bench": "compare", "comparison": self.name, "kind": kind, **record})
@@ -111,6 +123,7 @@ class Comparison:
             titles={spec.name: spec.title for spec in sides},
             references=[spec.name for spec in sides if spec.reference],
             left_out=left_out,
+            cap_problem=self.cap_problem,
             read_splits=a["read_splits"],
             stage_slots=a["stage_slots"],
         )
@@ -149,7 +162,7 @@ class Comparison:
             with conditions.memory_cap(self.sizes.cap if spec.capped else None) as cap, gpu_samples() as gpu:
                 error = run_side(cap.command([sys.executable, "-m", "bench.compare_side", json.dumps(job)]), spec, a)
                 found: dict[str, Any] = {"error": error} if error else json.loads(out.read_text())
-                found["cgroup_peak_bytes"] = cap.peak_bytes()
+                found |= {"cgroup_peak_bytes": cap.peak_bytes(), "page_cache_end_bytes": cap.page_cache_bytes()}
         found["vram_peak_bytes"] = gpu.vram_peak_bytes()
         for sample in found.get("samples", []):
             for phase in (sample["prefill"], sample["decode"]):
@@ -225,6 +238,7 @@ def say(text: str) -> None:
     "--pack", "pack_path", type=click.Path(path_type=Path), help="Default: beside the model; made if missing."
 )
 @click.option("--ram-cap", help='Limit on memory and page cache: "8GiB"; or "15%" of the experts beside all else.')
+@click.option("--cap-if-possible", is_flag=True, help="Where memory cannot be capped, say so and go on without.")
 @click.option("--cache", default="25%", show_default=True, help='Ours: "20GiB", or a share of all experts.')
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="One a line, or JSON.")
 @click.option("--n-prompt", default=64, show_default=True, help="Random tokens to prefill, without --prompts.")
@@ -249,6 +263,7 @@ def say(text: str) -> None:
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("compare.jsonl"), show_default=True
 )
+@click.option("--report", type=click.Path(file_okay=False, path_type=Path), help="Folder for report.md and charts.")
 @click.option("--ten-requests", is_flag=True, help="The published protocol, through two servers, instead.")
 def main(model: Path, pack_path: Path | None, ten_requests: bool, **arguments: Any) -> None:
     try:
@@ -265,6 +280,8 @@ def main(model: Path, pack_path: Path | None, ten_requests: bool, **arguments: A
         for summary in summaries(lines):
             comparison.write("summary", **summary)
         print(markdown(lines, everything))
+        if arguments["report"]:
+            write_report(read_lines(comparison.out), arguments["report"])
     except (ExpertPackError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

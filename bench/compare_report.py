@@ -74,26 +74,29 @@ def table(lines: Sequence[Line]) -> str:
     return "\n".join([head, *body])
 
 
+MEMORY = {
+    "peak RSS": "rss_peak_bytes",
+    "not of files": "rss_anonymous_bytes",
+    "peak VRAM": "vram_peak_bytes",
+    "peak of the group": "cgroup_peak_bytes",
+    "page cache at the end": "page_cache_end_bytes",
+}
+
+
 def machine_table(lines: Sequence[Line]) -> str:
-    """Memory and start of each side: the largest of its runs."""
-    found = ["| side | first token after | of it load | peak RSS | not of files | peak VRAM | peak of the group |"]
-    found.append("|---|---|---|---|---|---|---|")
-    runs = [line for line in of_kind(lines, "run") if "error" not in line]
+    """Start and memory of each side; of memory the largest of its runs."""
+    found = [f"| side | first token after | of it load | {' | '.join(MEMORY)} |", "|---" * (3 + len(MEMORY)) + "|"]
     for side, title in of_kind(lines, "conditions")[0]["titles"].items():
-        mine = [run for run in runs if run["side"] == side]
-        if not mine:
+        runs = [run for run in of_kind(lines, "run") if run["side"] == side and "error" not in run]
+        if not runs:
             continue
-
-        def most(name: str, mine: list[Line] = mine) -> str:
-            values = [run[name] for run in mine if run.get(name) is not None]
-            return f"{number(max(values) / 1e9)} GB" if values else "-"
-
-        load_s = statistics.fmean(run["load_s"] for run in mine)
-        first_s = statistics.fmean(run["load_s"] + run["samples"][0]["prefill"]["s"] for run in mine)
-        memory = [
-            most(name) for name in ("rss_peak_bytes", "rss_anonymous_bytes", "vram_peak_bytes", "cgroup_peak_bytes")
-        ]
-        found.append(f"| {title} | {number(first_s)} s | {number(load_s)} s | {' | '.join(memory)} |")
+        load_s = statistics.fmean(run["load_s"] for run in runs)
+        first_s = statistics.fmean(run["load_s"] + run["samples"][0]["prefill"]["s"] for run in runs)
+        cells = [f"{number(first_s)} s", f"{number(load_s)} s"]
+        for name in MEMORY.values():
+            values = [run[name] for run in runs if run.get(name) is not None]
+            cells.append(f"{number(max(values) / 1e9)} GB" if values else "-")
+        found.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(found)
 
 
@@ -135,29 +138,34 @@ def markdown(lines: Sequence[Line], everything: Sequence[Line] = ()) -> str:
     return "\n\n".join(filter(None, [*parts, step_model.section(lines, everything)])) + "\n"
 
 
-@click.command(help=(__doc__ or "").split("\n", maxsplit=1)[0])
-@click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for report.md and charts.")
-def main(results: Path, out: Path | None) -> None:
-    lines = read_lines(results)
-    texts = [markdown(group, lines) for group in comparisons(lines).values()]
-    print("\n".join(texts))
-    if out is None:
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    if charts.available():
-        for i, group in enumerate(comparisons(lines).values()):
-            if of_kind(group, "conditions"):
-                written = charts.draw(group, lines, out, chart_name(group))
-                texts[i] += "".join(f"\n![{path.stem}]({path.name})" for path in written) + "\n"
-    else:
+def write_report(lines: Sequence[Line], folder: Path) -> None:
+    """report.md with all comparisons, and charts if matplotlib is installed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = []
+    for group in comparisons(lines).values():
+        text = markdown(group, lines)
+        if text and charts.available():
+            written = charts.draw(group, lines, folder, chart_name(group))
+            text += "".join(f"\n![{path.stem}]({path.name})" for path in written) + "\n"
+        texts.append(text)
+    if not charts.available():
         print("no charts: pip install matplotlib", file=sys.stderr)
-    (out / "report.md").write_text("\n".join(texts), encoding="utf-8")
+    (folder / "report.md").write_text("\n".join(texts), encoding="utf-8")
 
 
 def chart_name(lines: Sequence[Line]) -> str:
     conditions = of_kind(lines, "conditions")[0]
     return f"{Path(conditions['model_filename']).stem}-{conditions['label']}"
+
+
+@click.command(help=(__doc__ or "").split("\n", maxsplit=1)[0])
+@click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for report.md and charts.")
+def main(results: Path, out: Path | None) -> None:
+    lines = read_lines(results)
+    print("\n".join(markdown(group, lines) for group in comparisons(lines).values()))
+    if out is not None:
+        write_report(lines, out)
 
 
 if __name__ == "__main__":

@@ -98,6 +98,13 @@ class MemoryCap:
                 return int(text)
         return None
 
+    def page_cache_bytes(self) -> int | None:
+        """Page cache that the group holds now; it stays behind when the group's processes end."""
+        stat = _read(self.folder / "memory.stat") if self.folder else ""
+        fields = dict(line.split(" ", 1) for line in stat.splitlines())
+        value = fields.get("total_cache", fields.get("file"))  # version 1, version 2
+        return int(value) if value is not None else None
+
 
 @contextmanager
 def memory_cap(limit_bytes: int | None) -> Iterator[MemoryCap]:

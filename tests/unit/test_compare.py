@@ -33,7 +33,7 @@ def conditions_line(**changed: Any) -> dict[str, Any]:
         "model_size": 11 * GB, "expert_bytes": 10 * GB, "block_bytes": 10_000_000, "n_layers": 4, "n_expert": 8,
         "top_k": 2, "cache_bytes": GB, "ram_cap_bytes": 2 * GB, "n_threads": 2, "n_ubatch": 512, "cold": "cold",
         "read_ahead": "read-ahead 128 KB", "titles": {"stock-mmap": "stock, mmap", "ours": "ours"}, "references": [],
-        "left_out": {}, "read_splits": 4, "stage_slots": 12,
+        "left_out": {}, "cap_problem": "", "read_splits": 4, "stage_slots": 12,
     }  # fmt: skip
     return line | changed
 

@@ -8,6 +8,7 @@ charts.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 import click
 
 from bench import charts, step_model
-from bench.compare_results import Line, agreement, comparisons, of_kind, read_lines, rows, speedup
+from bench.compare_results import PHASES, Line, agreement, comparisons, of_kind, read_lines, rows, speedup
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -138,8 +139,23 @@ def markdown(lines: Sequence[Line], everything: Sequence[Line] = ()) -> str:
     return "\n\n".join(filter(None, [*parts, step_model.section(lines, everything)])) + "\n"
 
 
+def figures(lines: Sequence[Line], everything: Sequence[Line] = ()) -> dict[str, str | float | None]:
+    """What one comparison comes to, for machines to read; None where something was not measured."""
+    conditions = of_kind(lines, "conditions")[0]
+    ours = {row.phase: row for row in rows(lines) if row.side == "ours"}
+    model, measured_s = step_model.build(lines, everything), step_model.measured_step_s(lines)
+    found: dict[str, str | float | None] = {key: conditions[key] for key in ("model_filename", "label", "date", "gpu")}
+    for phase in PHASES:
+        found[f"{phase}_over_stock"] = speedup(lines, phase)
+        found[f"{phase}_over_ceiling"] = ours[phase].over_ceiling if phase in ours else None
+        found[f"{phase}_hit_rate"] = ours[phase].hit_rate if phase in ours else None
+    found["step_model_over_measured"] = model.step().total_s / measured_s if model and measured_s else None
+    found["same_tokens"] = agreement(lines).get("ours")
+    return found
+
+
 def write_report(lines: Sequence[Line], folder: Path) -> None:
-    """report.md with all comparisons, and charts if matplotlib is installed."""
+    """report.md and figures.json with all comparisons, and charts if matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = []
     for group in comparisons(lines).values():
@@ -150,6 +166,8 @@ def write_report(lines: Sequence[Line], folder: Path) -> None:
         texts.append(text)
     if not charts.available():
         print("no charts: pip install matplotlib", file=sys.stderr)
+    compared = [figures(group, lines) for group in comparisons(lines).values() if of_kind(group, "conditions")]
+    (folder / "figures.json").write_text(json.dumps(compared, indent=1) + "\n", encoding="utf-8")
     (folder / "report.md").write_text("\n".join(texts), encoding="utf-8")
 
 

@@ -25,6 +25,14 @@ if ! [ -e /sys/fs/cgroup/cgroup.controllers ] && ! [ -e /sys/fs/cgroup/memory/me
     mount -t cgroup2 none /sys/fs/cgroup
 fi
 
+# fitting LAYERS LEAST MB_PER_LAYER MB_BESIDE: layers whose model and pack fit on the disk too; LAYERS if not even LEAST do
+fitting() {
+    local free_mb fit
+    free_mb=$(($(df -B1000000 --output=avail "$disk" | tail -n 1) - 3000 - $4))
+    fit=$((free_mb / $3))
+    [ "$fit" -ge "$2" ] && [ "$fit" -lt "$1" ] && echo "$fit" || echo "$1"
+}
+
 # model PRESET LAYERS SPREAD: writes model and pack to the fast drive
 model() {
     "$python" -m bench.make_model "$fast/$1.gguf" --preset "$1" --layers "$2" --router-spread "$3" ${MODEL_OPTIONS:-} || return 1
@@ -63,8 +71,9 @@ to_disk() {
 
 # 21 GiB of 147 GB, hit rate about 50 %; the page cache gets as large a share
 dsv4() {
+    local layers=${DSV4_LAYERS:-$(fitting 8 4 7000 1500)}
     bench/fast_drive.sh up "$fast" "${FAST_SIZE:-60G}" || return 1
-    if model dsv4 "${DSV4_LAYERS:-8}" "${DSV4_SPREAD:-0.9}"; then
+    if model dsv4 "$layers" "${DSV4_SPREAD:-0.9}"; then
         local options=(--cache 15% --ram-cap 15% --n-prompt 64 --n-gen "${N_GEN:-32}" --rounds "${ROUNDS:-2}")
         compare "$fast" dsv4 zram 170 "${options[@]}"
         to_disk dsv4 && compare "$disk" dsv4 disk 330 "${options[@]}" --sides stock-mmap,ours
@@ -73,11 +82,15 @@ dsv4() {
     bench/fast_drive.sh down "$fast"
 }
 
-# 5 GiB of 986 GB beside one working set: at 3 layers 15 blocks and 16. Hit rate about 17 %
+# 5 GiB of 986 GB (4.9 blocks a layer) beside the 16 blocks of one working set, hit rate about 17 %; 32 GB of RAM of 986.
+# The first layer has no experts.
 k3() {
+    local layers=${K3_LAYERS:-$(fitting 4 3 16200 1500)}
+    local blocks=$((16 + (49 * (layers - 1) + 5) / 10))
     bench/fast_drive.sh up "$fast" "${FAST_SIZE:-72G}" || return 1
-    if model k3 "${K3_LAYERS:-4}" "${K3_SPREAD:-1.0}"; then
-        local options=(--cache 370642944 --ram-cap 3.2% --n-prompt 64 --n-gen "${N_GEN:-32}" --rounds "${ROUNDS:-2}" --read-splits 1 --stage-slots 16)
+    if model k3 "$layers" "${K3_SPREAD:-1.0}"; then
+        local options=(--cache $((blocks * 11956224)) --ram-cap 3.2% --n-prompt 64 --n-gen "${N_GEN:-32}" --rounds "${ROUNDS:-2}")
+        options+=(--read-splits 1 --stage-slots 16)
         compare "$fast" k3 zram 170 "${options[@]}"
         to_disk k3 && compare "$disk" k3 disk 330 "${options[@]}" --sides stock-mmap,ours
     fi

@@ -83,7 +83,12 @@ class Comparison:
         options = {"expert_read_splits": a["read_splits"], "expert_stage_slots": a["stage_slots"]}
         sides, left_out = plan_sides(self.sizes, str(self.pack.path), options)
         if a["sides"]:
-            sides = [spec for spec in sides if spec.name in a["sides"].split(",")]
+            wanted = a["sides"].split(",")
+            if unknown := sorted(set(wanted) - {spec.name for spec in sides} - set(left_out)):
+                raise UsageError(
+                    f"--sides: there is no {', '.join(unknown)} here, only {', '.join(s.name for s in sides)}"
+                )
+            sides = [spec for spec in sides if spec.name in wanted]
         with conditions.read_ahead([*self.files, self.pack.path], a["read_ahead_kb"]) as read_ahead:
             self.write_conditions(sides, left_out, read_ahead)
             for round_ in range(a["rounds"]):
@@ -193,7 +198,8 @@ def run_side(command: list[str], spec: SideSpec, arguments: dict[str, Any]) -> s
         return ""
     if run.returncode in (-9, 137):
         return "killed: out of memory under the cap"
-    return f"exit status {run.returncode}: {(run.stderr or run.stdout).strip()[-600:]}"
+    last = [line for line in (run.stderr or run.stdout).splitlines() if line.strip()][-1:]
+    return f"exit status {run.returncode}: {last[0][-600:] if last else 'it said nothing'}"
 
 
 def describe(found: dict[str, Any]) -> str:
@@ -241,15 +247,23 @@ def say(text: str) -> None:
 @click.option("--cap-if-possible", is_flag=True, help="Where memory cannot be capped, say so and go on without.")
 @click.option("--cache", default="25%", show_default=True, help='Ours: "20GiB", or a share of all experts.')
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="One a line, or JSON.")
-@click.option("--n-prompt", default=64, show_default=True, help="Random tokens to prefill, without --prompts.")
-@click.option("--n-gen", default=32, show_default=True, help="Tokens to decode.")
+@click.option(
+    "--n-prompt",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    help="Random tokens to prefill, without --prompts.",
+)
+@click.option("--n-gen", type=click.IntRange(1), default=32, show_default=True, help="Tokens to decode.")
 @click.option("--token-skew", default=1.0, show_default=True, help="Exponent of Zipf's law of random tokens; 0: none.")
-@click.option("--repeats", default=1, show_default=True, help="Random prompts for each process.")
-@click.option("--rounds", default=2, show_default=True, help="Interleaved rounds.")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=1, show_default=True, help="Random prompts for each process."
+)
+@click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Interleaved rounds.")
 @click.option("--label", default="disk", show_default=True, help="Name of the drive in the results.")
 @click.option("--sides", help="Only these, with commas: stock-mmap,ours,stock-direct-io,stock-gpu,ours-all.")
 @click.option("--gpu/--no-gpu", default=True, show_default=True, help="Use the GPU if there is one.")
-@click.option("--threads", default=os.cpu_count() or 1, show_default=True)
+@click.option("--threads", type=click.IntRange(1), default=os.cpu_count() or 1, show_default=True)
 @click.option("--ctx", default=1024, show_default=True)
 @click.option("--ubatch", default=512, show_default=True)
 @click.option("--read-splits", default=4, show_default=True)

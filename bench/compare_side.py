@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import resource
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from bench.stock import STOCK_LIB, llama_class
+from pypack.errors import ExpertPackError
 
 # what llama.cpp's --cpu-moe overrides
 EXPERT_TENSORS = rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
@@ -167,8 +167,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    os.nice(job.get("nice", 0))
-    Path(job["out"]).write_text(json.dumps(measure(job)))
+    try:
+        Path(job["out"]).write_text(json.dumps(measure(job)))
+    except ExpertPackError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ def plan_sides(sizes: Sizes, pack: str, options: dict[str, Any]) -> tuple[list[S
     left_out: dict[str, str] = {}
     in_memory = sizes.experts if gpu else sizes.model
     allowed = sizes.memory_free if sizes.cap is None else min(sizes.cap, sizes.memory_free)
-    direct = SideSpec("stock-direct-io", f"stock, {place}direct-I/O load", True, cpu_moe=gpu, direct_io=True, gpu=gpu)
+    direct = SideSpec(
+        "stock-direct-io", f"stock, {place or 'repacked, '}direct-I/O load", True, cpu_moe=gpu, direct_io=True, gpu=gpu
+    )
     if in_memory * ROOM <= allowed:
         sides.append(direct)
     else:

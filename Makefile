@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 #   make build   environment in .venv and the patched llama.cpp        make stock   unpatched llama.cpp, to compare with
-#   make check   format, lint, types                                   make bench   reader and converter beside the disk
+#   make check   format, lint, types                                   make bench   stock against the pack; what bounds it
 #   make gpu-test   with an NVIDIA GPU: build with CUDA, check and measure against stock (about half an hour)
 # MODEL=/path/to/model.gguf make demo runs the demo on a model of yours. CUDA=1 builds the CUDA backend.
 
@@ -28,6 +28,7 @@ endif
 # what was built last: the other kind must be built again
 BUILT := $(VENV)/built$(if $(CUDA),-cuda)
 
+BENCH_MODEL  := build/bench/model.gguf
 NATIVE_FILES := $(shell find native -type f)
 NATIVE_CODE  := $(wildcard native/src/*.cpp native/src/*.h native/src/cuda/* native/include/*.h)
 
@@ -58,11 +59,14 @@ stock: $(VENV)/tools
 		> build/stock/configure.log || { tail -n 20 build/stock/configure.log; exit 1; }
 	$(BIN)/ninja -C build/stock --quiet llama mtmd test-llama-archs
 
-bench: build
+# MODEL=/path/to/model.gguf make bench compares with a model of yours
+bench: build stock
 	@mkdir -p build/bench
-	$(BIN)/python -m bench.reader_bandwidth build/bench --out build/bench/reader.jsonl
-	$(BIN)/python -m bench.make_model build/bench/model.gguf --preset demo --layers 36
-	$(BIN)/python -m bench.convert_speed build/bench/model.gguf build/bench --out build/bench/convert.jsonl
+	@test -n "$(MODEL)" || test -e $(BENCH_MODEL) || $(BIN)/python -m bench.make_model $(BENCH_MODEL) --preset demo --layers 36 > /dev/null
+	$(BIN)/python -m bench.compare --model "$(or $(MODEL),$(BENCH_MODEL))" --ram-cap 25% --cap-if-possible --cache 25% \
+		--out build/bench/compare.jsonl --report build/bench
+	$(BIN)/python -m bench.reader_bandwidth build/bench --rounds 2 --out build/bench/reader.jsonl
+	$(BIN)/python -m bench.convert_speed "$(or $(MODEL),$(BENCH_MODEL))" build/bench --rounds 1 --out build/bench/convert.jsonl
 
 # needs nvcc, no GPU; the toolkit may lack cuBLAS, whose headers a Python package has
 cuda-check: build
@@ -90,7 +94,7 @@ $(VENV)/tools: $(VENV)/python pyproject.toml
 	@touch $@
 
 $(BUILT): $(VENV)/tools pyproject.toml $(NATIVE_FILES)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,dev]'
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,bench,dev]'
 	@rm -f $(VENV)/built*
 	@touch $@
 

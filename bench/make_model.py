@@ -10,6 +10,7 @@ the same bytes.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -118,6 +119,7 @@ def check_space(path: Path, shape: Shape) -> None:
 )
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True)
 @click.option("--shards", "n_shards", type=click.IntRange(1, 99999), default=1, show_default=True)
+@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default=True, help="Processes.")
 @click.option("--dry-run", is_flag=True, help="Only print what it would take.")
 def main(
     out: Path,
@@ -125,6 +127,7 @@ def main(
     tokenizer: Path | None,
     seed: int,
     n_shards: int,
+    jobs: int,
     dry_run: bool,
     type: str | None,
     latent: int | None,
@@ -138,7 +141,8 @@ def main(
         if dry_run:
             return
         check_space(out, shape)
-        click.echo(f"wrote          {write_model(out, shape, seed=seed, n_shards=n_shards, tokenizer=tokenizer)}")
+        written = write_model(out, shape, seed=seed, n_shards=n_shards, tokenizer=tokenizer, jobs=jobs)
+        click.echo(f"wrote          {written}")
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
 

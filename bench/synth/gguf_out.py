@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,17 +114,33 @@ def _head(kv: Sequence[bytes], tensors: Sequence[Tensor]) -> bytes:
     return head + _padding(len(head))
 
 
-def _write_file(path: Path, kv: Sequence[bytes], tensors: Sequence[Tensor], seed: int) -> None:
+def _write_file(path: Path, kv: Sequence[bytes], tensors: Sequence[Tensor], seed: int, jobs: int) -> None:
     """Writes beside `path` and renames at the end: a file of this name is always whole."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as out:
-        out.write(_head(kv, tensors))
-        for tensor in tensors:
-            n_written = sum(out.write(chunk) for chunk in fill(tensor, seed))
-            if n_written != tensor.n_bytes:
-                raise AssertionError(f"{tensor.name}: wrote {n_written} bytes, expected {tensor.n_bytes}")
-            out.write(_padding(n_written))
+    head = _head(kv, tensors)
+    partial.write_bytes(head)
+    places, end = [], len(head)
+    for tensor in tensors:
+        places.append((tensor, end))
+        end += tensor.n_bytes + len(_padding(tensor.n_bytes))
+    os.truncate(partial, end)
+    if jobs == 1:
+        for tensor, offset in places:
+            _write_tensor(partial, tensor, offset, seed)
+    else:
+        with ProcessPoolExecutor(jobs) as pool:  # a tensor's bytes depend on no other tensor
+            largest_first = sorted(places, key=lambda place: -place[0].n_bytes)
+            for writing in [pool.submit(_write_tensor, partial, *place, seed) for place in largest_first]:
+                writing.result()
     partial.replace(path)
+
+
+def _write_tensor(path: Path, tensor: Tensor, offset: int, seed: int) -> None:
+    with path.open("r+b") as out:
+        out.seek(offset)
+        n_written = sum(out.write(chunk) for chunk in fill(tensor, seed))
+    if n_written != tensor.n_bytes:
+        raise AssertionError(f"{tensor.name}: wrote {n_written} bytes, expected {tensor.n_bytes}")
 
 
 def shard_path(path: Path, index: int, n_shards: int) -> Path:
@@ -154,11 +172,12 @@ def write_gguf(
     seed: int = 1,
     raw_kv: Sequence[bytes] = (),
     n_shards: int = 1,
+    jobs: int = 1,
 ) -> Path:
-    """Writes the model and returns its first file: `path`, or the first shard beside it."""
+    """Writes the model with `jobs` processes and returns its first file: `path`, or the first shard beside it."""
     entries = [encode_kv(key, value) for key, value in kv.items()] + list(raw_kv)
     if n_shards == 1:
-        _write_file(path, entries, tensors, seed)
+        _write_file(path, entries, tensors, seed, jobs)
         return path
     for index, group in enumerate(_split(tensors, n_shards)):
         split = {
@@ -167,5 +186,5 @@ def write_gguf(
             "split.tensors.count": Typed(I32, len(tensors)),
         }
         marks = [encode_kv(key, value) for key, value in split.items()]
-        _write_file(shard_path(path, index, n_shards), (entries if index == 0 else []) + marks, group, seed)
+        _write_file(shard_path(path, index, n_shards), (entries if index == 0 else []) + marks, group, seed, jobs)
     return shard_path(path, 0, n_shards)

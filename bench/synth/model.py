@@ -62,7 +62,9 @@ def numbered_tokenizer(n_vocab: int) -> dict[str, Any]:
     }
 
 
-def write_model(path: Path, shape: Shape, *, seed: int = 1, n_shards: int = 1, tokenizer: Path | None = None) -> Path:
+def write_model(
+    path: Path, shape: Shape, *, seed: int = 1, n_shards: int = 1, tokenizer: Path | None = None, jobs: int = 1
+) -> Path:
     """Writes the model to `path` and returns its first file.
 
     `tokenizer` is a GGUF whose tokenizer is copied; its size must be shape.n_vocab. The same arguments give
@@ -73,4 +75,4 @@ def write_model(path: Path, shape: Shape, *, seed: int = 1, n_shards: int = 1, t
         values |= numbered_tokenizer(shape.n_vocab)
     else:
         raw = read_kv(tokenizer, "tokenizer.")
-    return write_gguf(path, values, tensors(shape), seed=seed, raw_kv=raw, n_shards=n_shards)
+    return write_gguf(path, values, tensors(shape), seed=seed, raw_kv=raw, n_shards=n_shards, jobs=jobs)

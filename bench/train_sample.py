@@ -3,8 +3,8 @@
     python -m bench.train_sample --text sample-text.xz --out OUT
 
 Needs torch, tokenizers and gguf; minutes on a GPU, and with --layers, --steps a dry run on a CPU. The text comes from
-bench.sample.corpus. OUT gets sample-moe.gguf, sample-moe-tokens.json (what the tokenizer makes of some strings) and
-train.jsonl.
+bench.sample.corpus. OUT gets sample-moe.gguf, sample-moe.reference.json (for bench.sample.fidelity) and
+sample-moe.train.jsonl.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.sample import export, tokenizer
+from bench.sample.fidelity import TEXT
 from bench.sample.model import Config, Model
 
 VALID_EVERY = 20  # one chapter in so many is kept from training
@@ -84,10 +85,20 @@ def optimizer_of(model: Model, lr: float, fused: bool) -> torch.optim.Optimizer:
 
 
 def train(
-    model: Model, windows: Windows, valid: Windows, log: Any, *, steps: int, minutes: float, n_batch: int, lr: float
+    model: Model,
+    compiled: bool,
+    windows: Windows,
+    valid: Windows,
+    log: Any,
+    *,
+    steps: int,
+    minutes: float,
+    n_batch: int,
+    lr: float,
 ) -> None:
     """Leaves in the model the weights with the lowest validation loss."""
     device = windows.stream.device
+    run = torch.compile(model) if compiled else model
     optimizer = optimizer_of(model, lr, fused=device.type == "cuda")
     random = torch.Generator(device).manual_seed(1)
     best, best_loss, start = model.state_dict(), math.inf, time.perf_counter()
@@ -97,7 +108,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = lr * min((step + 1) / 100, 0.05 + 0.95 * (1 + math.cos(math.pi * min(done, 1))) / 2)
         which = torch.randint(len(windows.starts), (n_batch,), generator=random, device=device)
-        loss, balance, _ = loss_of(model, windows, which, device)
+        loss, balance, _ = loss_of(run, windows, which, device)
         optimizer.zero_grad(set_to_none=True)
         (loss + BALANCE * balance).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -130,6 +141,20 @@ def quantize(model: Model, expert_type: str) -> None:
 
 
 @torch.no_grad()
+def reference(model: Model, learned: Any) -> dict[str, Any]:
+    """What bench.sample.fidelity compares llama.cpp with, computed on the CPU in float32."""
+    torch.set_float32_matmul_precision("highest")
+    model.eval()
+    ids = torch.tensor([0, *learned.encode(TEXT).ids])
+    probabilities = model(ids[None, :-1])[0][0].double().log_softmax(-1).gather(1, ids[1:, None])
+    return {
+        "tokens": [{"text": text, "ids": learned.encode(text).ids} for text in tokenizer.SAMPLES],
+        "text": TEXT,
+        "log_probabilities": [round(value, 6) for value in probabilities[:, 0].tolist()],
+    }
+
+
+@torch.no_grad()
 def sample(model: Model, learned: Any, prompt: str, n_tokens: int, temperature: float) -> str:
     model.eval()
     device = next(model.parameters()).device
@@ -149,9 +174,9 @@ def sample(model: Model, learned: Any, prompt: str, n_tokens: int, temperature: 
 @click.command(help=(__doc__ or "").split("\n", maxsplit=1)[0])
 @click.option("--text", "text_path", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder for the results.")
-@click.option("--steps", default=3000, show_default=True, type=click.IntRange(1))
+@click.option("--steps", default=2500, show_default=True, type=click.IntRange(1))
 @click.option("--minutes", default=4.0, show_default=True, help="Training ends at the first of both limits.")
-@click.option("--batch", "n_batch", default=64, show_default=True, type=click.IntRange(1), help="Windows a step.")
+@click.option("--batch", "n_batch", default=32, show_default=True, type=click.IntRange(1), help="Windows a step.")
 @click.option("--lr", default=1.5e-3, show_default=True)
 @click.option("--dropout", default=Config.dropout, show_default=True)
 @click.option("--layers", default=Config.n_layer, show_default=True, type=click.IntRange(1))
@@ -160,6 +185,7 @@ def sample(model: Model, learned: Any, prompt: str, n_tokens: int, temperature: 
 @click.option("--type", "expert_type", default="Q4_0", show_default=True, help="Type of the experts, or F32 for all.")
 @click.option("--compile/--no-compile", "compiled", default=False, help="torch.compile: faster after a minute.")
 @click.option("--seed", default=1, show_default=True)
+@click.option("--sample", "n_sample", default=100, show_default=True, help="Tokens of the texts printed at the end.")
 def main(
     text_path: Path,
     out: Path,
@@ -174,6 +200,7 @@ def main(
     expert_type: str,
     compiled: bool,
     seed: int,
+    n_sample: int,
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
@@ -187,29 +214,27 @@ def main(
     model = Model(Config(n_vocab=vocab, n_ctx=context, n_layer=layers, dropout=dropout)).to(device)
     n_weights = sum(p.numel() for p in model.parameters())
     print(f"{device}, {n_weights:,} weights, {len(windows.stream):,} tokens, {len(valid.stream):,} to validate")
-    if compiled:
-        model.compile()
 
-    with (out / "train.jsonl").open("w") as file:
+    with (out / "sample-moe.train.jsonl").open("w") as file:
 
         def log(**values: Any) -> None:
             line = json.dumps(values)
             print(line, flush=True)
             file.write(line + "\n")
 
-        train(model, windows, valid, log, steps=steps, minutes=minutes, n_batch=n_batch, lr=lr)
+        train(model, compiled, windows, valid, log, steps=steps, minutes=minutes, n_batch=n_batch, lr=lr)
         path = out / "sample-moe.gguf"
         export.write(path, model, learned, expert_type)
-        cases = [{"text": text, "ids": learned.encode(text).ids} for text in tokenizer.SAMPLES]
-        (out / "sample-moe-tokens.json").write_text(json.dumps(cases, indent=1, ensure_ascii=False) + "\n")
         before, _ = validate(model, valid, n_batch, device)
         quantize(model, expert_type)
         after, shares = validate(model, valid, n_batch, device)
         log(valid_loss=before, quantized_valid_loss=after, file_bytes=path.stat().st_size, shares=shares.tolist())
-    model.forward = Model.forward.__get__(model)  # type: ignore[method-assign]
+    expected = json.dumps(reference(model.cpu(), learned), indent=1, ensure_ascii=False)
+    (out / "sample-moe.reference.json").write_text(expected + "\n")
+    model.to(device)
     for prompt in ("In the beginning", "It was a", "She was"):
         for temperature in (0.0, 0.8):
-            print(f"--- {temperature}: {sample(model, learned, prompt, 100, temperature)}")
+            print(f"--- {temperature}: {sample(model, learned, prompt, n_sample, temperature)}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Config:
     n_ff_exp: int = 96
     rope_base: float = 10000.0
     norm_eps: float = 1e-6
-    dropout: float = 0.1
+    dropout: float = 0.2
 
 
 def rope(x: Tensor, base: float) -> Tensor:
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         n_shared = c.n_head // c.n_head_kv
         k, v = k.repeat_interleave(n_shared, 1), v.repeat_interleave(n_shared, 1)
         mixed = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
-        return self.output(mixed.transpose(1, 2).reshape(n_batch, n_time, -1))  # type: ignore[no-any-return]
+        return self.output(mixed.transpose(1, 2).reshape(n_batch, n_time, -1))
 
 
 class Experts(nn.Module):

@@ -19,7 +19,7 @@ import numpy as np
 from bench.stock import ROOT, environment, llama_class
 
 TEXT = (
-    "In the beginning, God created the heavens and the earth. He said to them, \"Don't be afraid.\"\n"
+    'In the beginning, God created the heavens and the earth. He said to them, "Don\'t be afraid."\n'
     "Emma Woodhouse, handsome, clever, and rich, had lived nearly twenty-one years in the world.\n"
 )
 

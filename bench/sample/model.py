@@ -59,8 +59,8 @@ class Attention(nn.Module):
         def heads(y: Tensor) -> Tensor:
             return y.view(n_batch, n_time, -1, c.head_dim).transpose(1, 2)
 
-        q = rope(self.q_norm(heads(self.q(x))), c.rope_base)
-        k = rope(self.k_norm(heads(self.k(x))), c.rope_base)
+        q = rope(self.q_norm(heads(self.q(x)).float()), c.rope_base)
+        k = rope(self.k_norm(heads(self.k(x)).float()), c.rope_base)
         v = heads(self.v(x))
         n_shared = c.n_head // c.n_head_kv
         k, v = k.repeat_interleave(n_shared, 1), v.repeat_interleave(n_shared, 1)

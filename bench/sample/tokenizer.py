@@ -11,7 +11,7 @@ BOUNDARY = "<|text|>"  # id 0: begins every text and ends it
 SAMPLES = (
     "Emma Woodhouse, handsome, clever, and rich",
     "In the beginning, God created the heavens and the earth.",
-    'He said to them, "Don\'t be afraid;   I\'ll go with you."',
+    "He said to them, \"Don't be afraid;   I'll go with you.\"",
     "She'd 12,345 reasons (or 7?) -- none they've heard of!",
     "  two leading spaces, a tab\tand\n\nempty lines \n at the end  \n",
     "naïve café, £5, 漢字, мир, 🙂 and \\ ~ {} []",

@@ -2,8 +2,8 @@
 
     python -m bench.demo [--model MODEL.gguf] [--cache SIZE] [--tokens N] [--prompt TEXT] [--no-compare]
 
-Without --model it writes a synthetic mixture-of-experts model (demo/model.gguf, random weights: expect no sentences).
-Then it converts, verifies, generates from the pack, and compares tokens and logits with stock llama.cpp.
+Without --model it takes the small trained model in bench/data, or, where that is missing, writes a synthetic one
+(demo/model.gguf, random weights: expect no sentences). Then it converts, verifies, generates from the pack, and compares tokens and logits with stock llama.cpp.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from pypack.pack import open_pack
 from pypack.progress import for_stderr
 from pypack.verify import verify
 
+SAMPLE = ROOT / "bench" / "data" / "sample-moe.gguf"
+PROMPT = "Give an example of a bias that can exist in an AI algorithm."
+SAMPLE_PROMPT = "She was"  # of the kind that the sample was trained on
 VOCABULARY = STOCK_LIB.parent / "source" / "models" / "ggml-vocab-llama-spm.gguf"
 
 
 def generate(job: dict[str, Any], out: Path) -> None:
     """Greedy tokens and all logits of one side: OUT.npz, and what the cache counted."""
-    llm = llama_class(job["stock"])(job["model"], n_ctx=1024, logits_all=True, verbose=False, **job["options"])
+    llm = llama_class(job["stock"])(job["model"], n_ctx=job["n_ctx"], logits_all=True, verbose=False, **job["options"])
     prompt = llm.tokenize(job["prompt"].encode(), special=False)
     start = time.perf_counter()
     llm.eval(prompt)
@@ -67,6 +70,8 @@ def run_side(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[st
 
 
 def demo_model() -> Path:
+    if SAMPLE.exists():
+        return SAMPLE
     path = ROOT / "demo" / "model.gguf"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
@@ -81,7 +86,7 @@ def demo_model() -> Path:
 @click.option("--output", type=click.Path(path_type=Path), help="Where to write the pack; default: beside the model.")
 @click.option("--cache", help="Memory for experts, e.g. 20GiB; default: a quarter of all experts.")
 @click.option("--tokens", default=48, show_default=True, help="Tokens to generate.")
-@click.option("--prompt", default="Give an example of a bias that can exist in an AI algorithm.", show_default=True)
+@click.option("--prompt", help="Text to go on from.")
 @click.option("--compare/--no-compare", default=True, show_default=True, help="Run stock llama.cpp too.")
 @click.option("--job", hidden=True)
 def main(
@@ -89,7 +94,7 @@ def main(
     output: Path | None,
     cache: str | None,
     tokens: int,
-    prompt: str,
+    prompt: str | None,
     compare: bool,
     job: str | None,
 ) -> None:
@@ -104,8 +109,13 @@ def main(
         sys.exit(1)
 
 
-def show(model: Path, output: Path | None, cache: str | None, tokens: int, prompt: str, compare: bool) -> None:
+def show(model: Path, output: Path | None, cache: str | None, tokens: int, prompt: str | None, compare: bool) -> None:
     print(f"model    {model}")
+    is_sample = model == SAMPLE
+    if is_sample and output is None:  # the repository holds the model, not its pack
+        output = ROOT / "demo" / f"{model.stem}.expert-pack"
+        output.parent.mkdir(exist_ok=True)
+    prompt = prompt or (SAMPLE_PROMPT if is_sample else PROMPT)
     start = time.perf_counter()
     converted = convert(model, output, progress=for_stderr("convert"))
     pack = open_pack(converted.path)
@@ -118,7 +128,7 @@ def show(model: Path, output: Path | None, cache: str | None, tokens: int, promp
     print(f"verify   every block is the model's, byte for byte ({time.perf_counter() - start:.1f} s)")
 
     options = {"expert_pack": str(pack.path), "expert_cache": cache or pack.payload_bytes // 4}
-    common = {"model": str(model), "prompt": prompt, "tokens": tokens}
+    common = {"model": str(model), "prompt": prompt, "tokens": tokens, "n_ctx": 512 if is_sample else 1024}
     with tempfile.TemporaryDirectory() as scratch:
         ours, our_arrays = run_side({**common, "stock": False, "options": options}, Path(scratch))
         stats = ours["stats"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,8 @@ BUDGETS = ("all", "half", "least")
 # prefill of several sizes, small batches that take other kernels, single tokens
 BATCHES = [64, 32, 1, 2, 4, 8, 16, 3, 7, *[1] * 16]
 N_GREEDY = 300
-_N_PROCESSES = 4
+_N_PROCESSES = 6
+_MODELS_PER_PROCESS = 6
 
 
 def long_answers(name: str) -> bool:
@@ -53,15 +55,23 @@ def small_models(folder: Path, variants: Sequence[str], architectures: Sequence[
 
 
 def compare(models: dict[str, Path], scratch: Path) -> Iterator[tuple[Case, Run, Run]]:
-    """Runs every model with stock and with its pack at every budget; (case, stock, ours)."""
+    """Runs every model with stock and with its pack at every budget; (case, stock, ours), in no order."""
+    names = list(models)
+    shares = [names[i : i + _MODELS_PER_PROCESS] for i in range(0, len(names), _MODELS_PER_PROCESS)]
+    with ThreadPoolExecutor(_N_PROCESSES) as pool:
+        runs = [pool.submit(_compare_share, {name: models[name] for name in share}, scratch) for share in shares]
+        for done in as_completed(runs):
+            yield from done.result()
+
+
+def _compare_share(models: dict[str, Path], scratch: Path) -> list[tuple[Case, Run, Run]]:
     jobs = []
-    packed_models = []
+    cases = []
     for name, path in models.items():
         try:
             pack = open_pack(convert(path).path)
         except GGUFError:
             continue  # upstream calls some dense models "moe"; tests/conformance says which
-        packed_models.append(name)
         least = minimum_budget(pack)
         budgets = {"all": pack.payload_bytes, "half": max(least, pack.payload_bytes // 2), "least": least}
         common = {"model": str(path), "batches": BATCHES, "greedy": N_GREEDY if long_answers(name) else 0}
@@ -70,10 +80,9 @@ def compare(models: dict[str, Path], scratch: Path) -> Iterator[tuple[Case, Run,
         for budget, n_bytes in budgets.items():
             packed = {**base, "expert_pack": True, "expert_cache_reserve": 0, "expert_cache": n_bytes}
             jobs.append({"id": f"{name}.{budget}", "stock": False, "llama": packed, **common})
-    runs = run_jobs(jobs, scratch, _N_PROCESSES)
-    for name in packed_models:
-        for budget in BUDGETS:
-            yield Case(name, budget), runs[f"{name}.stock"], runs[f"{name}.{budget}"]
+            cases.append(Case(name, budget))
+    runs = run_jobs(jobs, scratch) if jobs else {}
+    return [(case, runs[f"{case.name}.stock"], runs[f"{case.name}.{case.budget}"]) for case in cases]
 
 
 def record_of(case: Case, stock: Run, ours: Run) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,19 +38,11 @@ class Run:
         return self.found["expert_stats"]  # type: ignore[no-any-return]
 
 
-def run_jobs(jobs: list[dict[str, Any]], folder: Path, n_processes: int = 1) -> dict[str, Run]:
-    """Runs all jobs, those of stock in other processes than ours; a job that kills its process has an error.
-
-    ``n_processes``: how many of each kind run at the same time.
-    """
+def run_jobs(jobs: list[dict[str, Any]], folder: Path) -> dict[str, Run]:
+    """Runs all jobs, those of stock in one process, ours in another; a job that kills its process has an error."""
     folder.mkdir(parents=True, exist_ok=True)
-    shares = [
-        [job for job in jobs if job["stock"] == stock][i::n_processes]
-        for i in range(n_processes)
-        for stock in (True, False)
-    ]
-    with ThreadPoolExecutor(n_processes) as pool:
-        list(pool.map(lambda share: run_share(share, folder), shares))
+    for stock in (True, False):
+        run_share([job for job in jobs if job["stock"] == stock], folder)
     runs = {}
     for job in jobs:
         logits = folder / f"{job['id']}.npy"

@@ -86,6 +86,17 @@ struct acquire_counter {
     }
 };
 
+// Whether the lookup of the span, whose ids are known, can't wait: what it looks for is in the table.
+static bool all_resident(const expert_cuda_state & state, const expert_span & span) {
+    const int32_t            first_key = state.store->layers[span.ref->layer].first_key;
+    const int32_t            n_expert  = state.store->layers[span.ref->layer].n_expert;
+    const volatile int32_t * ids       = ids_of(state, span);
+    return std::all_of(ids, ids + n_ids_of(span), [&](int32_t id) {
+        const int32_t slot = id >= 0 && id < n_expert ? state.store->tables.slot_of[first_key + id] : -1;
+        return slot >= 0 && (size_t) slot < state.slot_key.size() && state.slot_key[slot] == first_key + id;
+    });
+}
+
 // The span whose lookup waits.
 static size_t requested(const expert_mailbox & mailbox, size_t from) {
     while (from < looked_up.size() && (uint32_t) looked_up[from].ref->layer != mailbox.layer) {
@@ -128,6 +139,9 @@ enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const
             CUDA_CHECK(done);
         }
         counter.count_what_is_written();
+        if (counter.next == looked_up.size() && all_resident(state, looked_up.back())) {
+            break; // no lookup will ask any more: the caller goes on while the rest of the graph runs, as without experts
+        }
     }
     if (ok && mailbox.abort) {
         expert_store_set_error(looked_up.front().ref->store, "the GPU waited too long for an expert");

@@ -90,9 +90,10 @@ def _bytes(found: Sequence[Row], title: str, path: Path) -> Path:
 
 
 def _step(lines: Sequence[Line], everything: Sequence[Line], title: str, path: Path) -> Path | None:
-    model, measured_s = step_model.build(lines, everything), step_model.measured_step_s(lines)
-    if model is None or measured_s is None:
+    model, measured = step_model.build(lines, everything), step_model.measured_step_s(lines)
+    if model is None or measured is None:
         return None
+    measured_s, waited_s = measured
     step = model.step()
     figure, axis = _plt().subplots(figsize=(9, 1.8), layout="constrained")
     left = 0.0
@@ -100,9 +101,10 @@ def _step(lines: Sequence[Line], everything: Sequence[Line], title: str, path: P
         width = getattr(step, name) * 1e3
         axis.barh(["model"], [width], left=left, color=colour, label=label)
         left += width
-    axis.barh(["measured"], [measured_s * 1e3], color=STOCK)
+    axis.barh(["measured"], [waited_s * 1e3], color=CEILING, alpha=0.6, label="waiting for experts")
+    axis.barh(["measured"], [(measured_s - waited_s) * 1e3], left=waited_s * 1e3, color=STOCK, label="all else")
     axis.invert_yaxis()
     axis.set_xlabel("ms per decoded token, ours")
-    axis.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.35), frameon=False)
+    axis.legend(ncols=6, loc="upper center", bbox_to_anchor=(0.5, 1.35), frameon=False)
     figure.suptitle(title, y=1.2)
     return _save(figure, path)

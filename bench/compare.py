@@ -25,7 +25,7 @@ from bench import conditions, raw_rate
 from bench.banner import banner
 from bench.compare_report import markdown, write_report
 from bench.compare_results import read_lines, summaries
-from bench.compare_sides import SideSpec, Sizes, plan_sides
+from bench.compare_sides import PROCESS_BYTES, SideSpec, Sizes, plan_sides
 from bench.gpu_samples import gpu_samples, vram_free_bytes
 from bench.stock import ROOT, STOCK_LIB, environment
 from pypack.budget import parse_size
@@ -34,7 +34,6 @@ from pypack.errors import ExpertPackError, UsageError
 from pypack.host_memory import host_memory_free
 from pypack.pack import Pack, open_pack
 
-PROCESS_BYTES = 128 << 20  # what a process takes beside weights: Python, libraries, buffers
 PROCESS_GPU_BYTES = 1 << 30  # the trunk is in VRAM then
 
 
@@ -155,6 +154,7 @@ class Comparison:
 
     def measure_side(self, spec: SideSpec, round_: int) -> None:
         a = self.arguments
+        limit_s = min(a["side_limit"], max(1.0, self.deadline - time.monotonic()))
         conditions.drop_caches([*self.files, self.pack.path], a["cold"])
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "found.json"
@@ -165,7 +165,9 @@ class Comparison:
                 "n_repeats": a["repeats"], "token_skew": a["token_skew"], "prompts": self.prompts,
             }  # fmt: skip
             with conditions.memory_cap(self.sizes.cap if spec.capped else None) as cap, gpu_samples() as gpu:
-                error = run_side(cap.command([sys.executable, "-m", "bench.compare_side", json.dumps(job)]), spec, a)
+                error = run_side(
+                    cap.command([sys.executable, "-m", "bench.compare_side", json.dumps(job)]), spec, limit_s
+                )
                 found: dict[str, Any] = {"error": error} if error else json.loads(out.read_text())
                 found |= {"cgroup_peak_bytes": cap.peak_bytes(), "page_cache_end_bytes": cap.page_cache_bytes()}
         found["vram_peak_bytes"] = gpu.vram_peak_bytes()
@@ -185,15 +187,15 @@ def ram_cap_bytes(cap: str | None, beside_experts_bytes: int, expert_bytes: int)
     return parse_size(cap, 0)
 
 
-def run_side(command: list[str], spec: SideSpec, arguments: dict[str, Any]) -> str:
+def run_side(command: list[str], spec: SideSpec, limit_s: float) -> str:
     """Empty, or why there is no result."""
     try:
         run = subprocess.run(
             command, env=environment(spec.stock), cwd=ROOT, capture_output=True, text=True, check=False,
-            timeout=arguments["side_limit"],
+            timeout=limit_s,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"not ready after {arguments['side_limit']} s"
+        return f"not ready after {limit_s:.0f} s"
     if run.returncode == 0:
         return ""
     if run.returncode in (-9, 137):
@@ -272,7 +274,7 @@ def say(text: str) -> None:
 @click.option(
     "--cold", type=click.Choice(["machine", "files", "off"]), help="What leaves the page cache before a side."
 )
-@click.option("--time-limit", type=float, help="Seconds after which no further side is started.")
+@click.option("--time-limit", type=float, help="Seconds after which the comparison ends.")
 @click.option("--side-limit", default=300.0, show_default=True, help="Seconds for one side.")
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("compare.jsonl"), show_default=True

@@ -143,13 +143,13 @@ def figures(lines: Sequence[Line], everything: Sequence[Line] = ()) -> dict[str,
     """What one comparison comes to, for machines to read; None where something was not measured."""
     conditions = of_kind(lines, "conditions")[0]
     ours = {row.phase: row for row in rows(lines) if row.side == "ours"}
-    model, measured_s = step_model.build(lines, everything), step_model.measured_step_s(lines)
+    model, measured = step_model.build(lines, everything), step_model.measured_step_s(lines)
     found: dict[str, str | float | None] = {key: conditions[key] for key in ("model_filename", "label", "date", "gpu")}
     for phase in PHASES:
         found[f"{phase}_over_stock"] = speedup(lines, phase)
         found[f"{phase}_over_ceiling"] = ours[phase].over_ceiling if phase in ours else None
         found[f"{phase}_hit_rate"] = ours[phase].hit_rate if phase in ours else None
-    found["step_model_over_measured"] = model.step().total_s / measured_s if model and measured_s else None
+    found["step_model_over_measured"] = model.step().total_s / measured[0] if model and measured else None
     found["same_tokens"] = agreement(lines).get("ours")
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+PROCESS_BYTES = 128 << 20  # what a process takes beside weights: Python, libraries, buffers
 ROOM = 1.1  # a side fits if its weights times this do
 
 
@@ -57,7 +58,7 @@ def plan_sides(sizes: Sizes, pack: str, options: dict[str, Any]) -> tuple[list[S
     direct = SideSpec(
         "stock-direct-io", f"stock, {place or 'repacked, '}direct-I/O load", True, cpu_moe=gpu, direct_io=True, gpu=gpu
     )
-    if in_memory * ROOM <= allowed:
+    if in_memory * ROOM + PROCESS_BYTES <= allowed:
         sides.append(direct)
     else:
         left_out[direct.name] = f"needs {_gb(in_memory)} of memory, {_gb(allowed)} allowed"

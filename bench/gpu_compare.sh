@@ -3,6 +3,7 @@
 # drive made of RAM and from the disk. Needs root (cap on memory, read-ahead, page cache, zram) and about 110 GB of RAM.
 #   bench/gpu_compare.sh OUTDIR [dsv4|k3|all] [SECONDS]
 # OUTDIR/compare.jsonl grows as results come; OUTDIR/report.md is made at the end, also when time runs out.
+# Charts come from the former: python -m bench.compare_report OUTDIR/compare.jsonl --out FOLDER
 # PYTHON, EXPERT_PACK_STOCK_LIB, DISK (a folder on the disk to measure), DSV4_LAYERS, K3_LAYERS, DSV4_SPREAD, K3_SPREAD,
 # N_GEN, ROUNDS and FAST_SIZE may be set; MODEL_OPTIONS and COMPARE_OPTIONS, to try this out with less, are passed on.
 set -uo pipefail
@@ -16,6 +17,7 @@ fast=/mnt/expert-pack-fast
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 mkdir -p "$out" "$disk"
 results=$out/compare.jsonl
+log=$(mktemp)
 
 left() { echo $((limit_s - SECONDS)); }
 note() { echo "[$SECONDS s] $*"; }
@@ -37,7 +39,7 @@ fitting() {
 model() {
     "$python" -m bench.make_model "$fast/$1.gguf" --preset "$1" --layers "$2" --router-spread "$3" ${MODEL_OPTIONS:-} || return 1
     note "$1 written"
-    "$python" -m pypack.cli convert "$fast/$1.gguf" --jobs 6 > /dev/null 2> "$out/convert.log" || { tail -n 3 "$out/convert.log"; return 1; }
+    "$python" -m pypack.cli convert "$fast/$1.gguf" --jobs 6 > /dev/null 2> "$log" || { tail -n 3 "$log"; return 1; }
     note "$1 packed"
 }
 
@@ -47,8 +49,8 @@ compare() {
     shift 4
     [ "$(left)" -gt 40 ] || { note "no time left for $preset from $label"; return; }
     [ "$most" -lt "$(left)" ] || most=$(($(left) - 15))
-    timeout "$(left)" "$python" -m bench.compare --model "$folder/$preset.gguf" --label "$label" --time-limit "$most" \
-        --side-limit 150 --out "$results" "$@" ${COMPARE_OPTIONS:-} > "$out/$preset-$label.md" || note "$preset from $label ended early"
+    timeout --signal=INT --kill-after=10 "$(left)" "$python" -m bench.compare --model "$folder/$preset.gguf" --label "$label" --time-limit "$most" \
+        --side-limit 150 --out "$results" "$@" ${COMPARE_OPTIONS:-} > "$log" || note "$preset from $label ended early"
     note "$preset from $label done"
 }
 
@@ -103,5 +105,5 @@ dsv4) dsv4 ;;
 k3) k3 ;;
 *) dsv4; k3 ;;
 esac
-[ -e "$results" ] && "$python" -m bench.compare_report "$results" --out "$out"
+[ -e "$results" ] && "$python" -m bench.compare_report "$results" | tee "$out/report.md"
 note "end"

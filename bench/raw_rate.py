@@ -135,8 +135,8 @@ def _threads_rate(pack: Pack, n_threads: int, gpu: Gpu | None) -> float:
     return n_reads * block_bytes / duration_s
 
 
-def burst_seconds(pack: Pack, read_splits: int, stage_slots: int, n_repeats: int = 12) -> dict[int, float]:
-    """Median seconds until `k` blocks, asked of the pack's reader at once, are all in memory; for several `k`."""
+def burst_seconds(pack: Pack, read_splits: int, stage_slots: int, n_repeats: int = 10) -> dict[int, float]:
+    """Mean seconds until `k` blocks, asked of the pack's reader at once, are all in memory; for several `k`."""
     keys = [(layer.index, expert) for layer in pack.layers for expert in range(layer.n_expert)]
     order = iter(np.resize(np.random.default_rng(11).permutation(len(keys)), sum(BURSTS) * n_repeats))
     buffers = [aligned_buffer(max(layer.block_bytes for layer in pack.layers)) for _ in range(max(BURSTS))]
@@ -156,7 +156,7 @@ def burst_seconds(pack: Pack, read_splits: int, stage_slots: int, n_repeats: int
                 if error := ended.get():
                     raise error
             times.append(time.perf_counter() - start)
-        found[k] = statistics.median(times)
+        found[k] = statistics.fmean(times)
     reader.close()
     return found
 

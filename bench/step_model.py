@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.compare_results import Line, of_kind, rows
+from bench.compare_results import Line, of_kind
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class StepModel:
 
 
 def fit_bursts(bursts: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """(latency, seconds a block): the line through the median time of k blocks, each weighted by its relative error."""
+    """(latency, seconds a block): the line through the mean time of k blocks, by least relative squares."""
     sizes = np.array([int(k) for k in bursts[0]], dtype=float)
-    times = np.array([statistics.median(burst[k] for burst in bursts) for k in bursts[0]])
+    times = np.array([statistics.fmean(burst[k] for burst in bursts) for k in bursts[0]])
     slope, start = np.polyfit(sizes, times, 1, w=1 / times)
     return max(float(start), 0.0), max(float(slope), 0.0)
 
@@ -93,10 +93,13 @@ def build(lines: Sequence[Line], everything: Sequence[Line] = ()) -> StepModel |
     )
 
 
-def measured_step_s(lines: Sequence[Line]) -> float | None:
-    """Mean seconds of a decode step of ours."""
-    found = [row for row in rows(lines) if row.side == "ours" and row.phase == "decode"]
-    return sum(found[0].seconds) / (len(found[0].seconds) * found[0].n_tokens) if found else None
+def measured_step_s(lines: Sequence[Line]) -> tuple[float, float] | None:
+    """Mean seconds of a decode step of ours, and how many of them computing waited for experts."""
+    parts = [sample["decode"] for run in _runs(lines, "ours") for sample in run["samples"]]
+    n_steps = sum(part["n_tokens"] for part in parts)
+    if not parts:
+        return None
+    return sum(part["s"] for part in parts) / n_steps, sum(part["stats"]["wait_s"] for part in parts) / n_steps
 
 
 def _runs(lines: Sequence[Line], side: str) -> list[Line]:
@@ -165,9 +168,10 @@ def extrapolate(model: StepModel, conditions: Line, target: Target) -> StepModel
 
 def section(lines: Sequence[Line], everything: Sequence[Line] = ()) -> str:
     """Markdown: predicted beside measured, and what the model says of the published machine; empty if it cannot say."""
-    model, measured_s = build(lines, everything), measured_step_s(lines)
-    if model is None or measured_s is None:
+    model, measured = build(lines, everything), measured_step_s(lines)
+    if model is None or measured is None:
         return ""
+    measured_s, waited_s = measured
     conditions, step = of_kind(lines, "conditions")[0], model.step()
     text = [
         "### Where a step goes",
@@ -175,7 +179,8 @@ def section(lines: Sequence[Line], everything: Sequence[Line] = ()) -> str:
         "| | tokens/s | ms a step | read | copy not hidden | computing | host |",
         "|---|---|---|---|---|---|---|",
         _row("model", step),
-        f"| measured | {1 / measured_s:.3g} | {measured_s * 1e3:.1f} | | | | |",
+        f"| measured | {1 / measured_s:.3g} | {measured_s * 1e3:.1f} | {waited_s * 1e3:.1f} with copies | "
+        f"| {(measured_s - waited_s) * 1e3:.1f} with host | |",
     ]
     targets = [t for t in PUBLISHED if t.arch == conditions["model_type"] and conditions["gpu"]]
     text += [_row(f"PREDICTION: {t.title}", extrapolate(model, conditions, t).step()) for t in targets]

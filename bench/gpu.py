@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import click
@@ -24,10 +23,8 @@ from bench.banner import banner
 from bench.make_model import make_model
 from bench.stock import ROOT, environment, llama_class
 from pypack.convert import convert
-from pypack.direct_io import aligned_buffer
 from pypack.errors import UsageError
 from pypack.pack import Pack, open_pack
-from pypack.reader import Reader
 
 # the shapes that the prototype was measured with
 RESIDENT_MODELS: dict[str, dict[str, Any]] = {
@@ -157,45 +154,13 @@ def resident(out: Path, models: Path, rounds: int) -> None:
                 write(out, {"benchmark": "resident", "model": name, "side": kind, "round": round_, **found})
 
 
-def raw_read_rate(pack: Pack, n_blocks: int = 256, stage_slots: int = 12) -> float:
-    """Bytes/s of random O_DIRECT reads of whole blocks into aligned memory, nothing else done with them."""
-    keys = [(layer.index, expert) for layer in pack.layers for expert in range(layer.n_expert)]
-    chosen = np.random.default_rng(7).permutation(len(keys))[:n_blocks]
-    block_bytes = max(layer.block_bytes for layer in pack.layers)
-    buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(stage_slots):
-        buffers.put(aligned_buffer(block_bytes))
-    reader = Reader(pack, stage_slots=stage_slots, verify="off")
-    failures: list[Any] = []
-    start = time.perf_counter()
-    n_bytes = 0
-    for i in chosen:
-        layer, expert = keys[i]
-        buffer = buffers.get()
-        n_bytes += pack.layers[layer].block_bytes
-
-        def done(error: Any, buffer: memoryview = buffer) -> None:
-            if error:
-                failures.append(error)
-            buffers.put(buffer)
-
-        reader.submit(layer, expert, buffer[: pack.layers[layer].block_bytes], done)
-    reader.close()
-    if failures:
-        raise failures[0]
-    return n_bytes / (time.perf_counter() - start)
-
-
-def delivery_in_own_process(model: Path) -> float:
-    """raw_delivery_rate, whose CUDA context goes with the process."""
-    code = "import sys; from bench.gpu_raw import raw_delivery_rate; from pypack.pack import find_pack, open_pack; "
-    code += "print(raw_delivery_rate(open_pack(find_pack(sys.argv[1]))))"
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(model)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+def raw_rates(pack: Pack, read_splits: int, stage_slots: int) -> dict[str, Any]:
+    """What bench.raw_rate finds, in a process of its own, which gives the GPU back."""
+    command = [sys.executable, "-m", "bench.raw_rate", str(pack.path), str(read_splits), str(stage_slots), "--gpu"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if run.returncode != 0:
-        raise UsageError(run.stderr.strip().splitlines()[-1])
-    return float(run.stdout.split()[-1])
+        raise UsageError(f"{pack.path}: its drive could not be measured: {run.stderr.strip()[-300:]}")
+    return json.loads(run.stdout)  # type: ignore[no-any-return]
 
 
 @main.command(help="Delivery of missing experts with half of them in VRAM, beside the raw rate of the same pack.")
@@ -206,8 +171,7 @@ def delivery_in_own_process(model: Path) -> float:
 @click.option("--steps", default=64, show_default=True)
 def missing(out: Path, model: Path, label: str, share: float, steps: int) -> None:
     pack = open_pack(convert(model).path)
-    raw = raw_read_rate(pack)
-    raw_delivery = delivery_in_own_process(model)
+    raw = raw_rates(pack, 8, 16)
     for splits, slots, verify in ((4, 12, "first"), (8, 16, "first"), (8, 16, "off"), (16, 16, "off")):
         packed = {
             "expert_pack": True,
@@ -229,10 +193,9 @@ def missing(out: Path, model: Path, label: str, share: float, steps: int) -> Non
         stats = found.get("expert_stats", {})
         delivered = stats["read_bytes"] / stats["wait_s"] if stats.get("wait_s") else None
         record = {"benchmark": "missing", "model": model.stem, "drive": label, "share": share, "read_splits": splits}
-        record |= {"stage_slots": slots, "verify": verify, "raw_read_bytes_per_s": raw}
-        record |= {"raw_delivery_bytes_per_s": raw_delivery, "delivered_bytes_per_s": delivered}
-        record["delivered_over_raw_read"] = delivered / raw if delivered else None
-        record["delivered_over_raw_delivery"] = delivered / raw_delivery if delivered else None
+        record |= {"stage_slots": slots, "verify": verify, "raw": raw, "delivered_bytes_per_s": delivered}
+        for name in ("raw_bytes_per_s", "raw_copy_bytes_per_s"):
+            record[f"delivered_over_{name.removesuffix('_bytes_per_s')}"] = delivered / raw[name] if delivered else None
         record["misses_per_load"] = stats["misses"] / stats["provider_calls"] if stats.get("provider_calls") else None
         write(out, {**record, **found})
 

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // cffi: begin
-#define EXPERT_ABI_VERSION 3
+#define EXPERT_ABI_VERSION 4
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
 
@@ -107,6 +107,12 @@ void * expert_store_alloc_staging(expert_store * store, const char * device, uin
 int expert_store_start(expert_store * store);
 // How many of the described weights the loaded model took from this store.
 int32_t expert_store_n_claimed(const expert_store * store);
+
+// Appends every acquire from now on to the file, which must hold the header of a trace (docs/FORMAT.md); before the
+// model is loaded, or arenas are missing. NULL ends the trace, as expert_store_free() does. 1 on success, else 0 and
+// expert_last_error(): the file can't be opened, or the trace that ends is incomplete. A write that fails in between
+// is logged once, ends the trace and disturbs no decode.
+int expert_store_trace(expert_store * store, const char * path);
 
 // Copies bytes of a block to its slot where that is not host memory; done when it returns. Before the commit.
 void expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes);

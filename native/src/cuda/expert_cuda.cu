@@ -303,7 +303,7 @@ static enum ggml_status run_span(
     if (!distinct_ids(span.ref, ids, span.ids->ne[0] * span.ids->ne[1], experts)) {
         return GGML_STATUS_FAILED;
     }
-    expert_layer_begin(store, span.ref->layer, experts, true);
+    expert_layer_begin(store, span.ref->layer, experts, span.ids->ne[0] * span.ids->ne[1]);
     enum ggml_status status = GGML_STATUS_SUCCESS;
     if (!store->op.failed && !store->op.todo.empty()) {
         status = run_passes(backend, cgraph, span, compute, *state, experts);
@@ -373,7 +373,7 @@ void expert_cuda_lookup_node(ggml_backend_cuda_context & ctx, const ggml_tensor 
 // Answers a lookup that found a miss. False if the experts could not be brought in.
 static bool answer(expert_cuda_state & state, const expert_span & span, const std::vector<int32_t> & experts) {
     expert_store * store = span.ref->store;
-    expert_layer_begin(store, span.ref->layer, experts, true);
+    expert_layer_begin(store, span.ref->layer, experts, span.ids->ne[0] * span.ids->ne[1]);
     const bool                 complete = store->op.todo.empty();
     std::vector<expert_update> changed;
     if (!store->op.failed) {
@@ -404,7 +404,7 @@ enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const
         for (; n_counted < end; n_counted++) {
             const expert_span & span = looked_up[n_counted];
             if (distinct_ids(span.ref, ids_of(span), n_ids_of(span), experts)) {
-                expert_layer_count(span.ref->store, span.ref->layer, experts);
+                expert_layer_count(span.ref->store, span.ref->layer, experts, (int64_t) n_ids_of(span));
             }
         }
     };

@@ -28,6 +28,7 @@ class TinyLfu(Policy):
         policy._aged = AgedFrequency(n_keys, aging_period(pool))
         policy._in_window = np.zeros(n_keys, np.bool_)
         policy._n_window_max = pool.n_slots // 32
+        policy._n_settled_max = pool.n_slots - policy._n_window_max
         return policy
 
     _aged: AgedFrequency
@@ -38,8 +39,14 @@ class TinyLfu(Policy):
     def victims(self, candidates: Keys, n: int, freq: Ints, last_use: Ints, now: int) -> Keys:
         used = last_use.take(candidates)
         in_window = self._in_window.take(candidates)
-        n_over = int(in_window.sum()) - self._n_window_max
-        leaving = _oldest(np.flatnonzero(in_window), used, max(n_over, n - int((~in_window).sum())))
+        n_settled = len(candidates) - int(in_window.sum())
+        n_over = len(candidates) - n_settled - self._n_window_max
+        leaving = _oldest(np.flatnonzero(in_window), used, max(n_over, n - n_settled))
+        n_room = min(n_over, self._n_settled_max - n_settled)  # while the rest is not full, nobody must leave it
+        if n_room > 0:
+            in_window[leaving[:n_room]] = False
+            self._in_window[candidates[leaving[:n_room]]] = False
+            del leaving[:n_room]
         settled = _oldest(np.flatnonzero(~in_window), used, n)
         worth = self._aged.of(candidates, freq, now)
         chosen: list[int] = []

@@ -46,24 +46,24 @@ class AgedFrequency:
     """Acquires that asked for each key, halved every ``period`` acquires."""
 
     def __init__(self, n_keys: int, period: int) -> None:
-        self._period = max(1, period)
-        self._due = self._period
+        self.period = max(1, period)
+        self._due = self.period
         self._base = np.zeros(n_keys)
         self._seen = np.zeros(n_keys, np.int64)
 
     def of(self, keys: Keys, freq: Ints, now: int) -> NDArray[np.float64]:
         """[len(keys)]"""
         if now >= self._due:
-            n_halvings = (now - self._due) // self._period + 1
+            n_halvings = (now - self._due) // self.period + 1
             self._base = (self._base + (freq - self._seen)) * 0.5**n_halvings
             self._seen = freq.copy()
-            self._due += n_halvings * self._period
+            self._due += n_halvings * self.period
         aged: NDArray[np.float64] = self._base.take(keys) + (freq.take(keys) - self._seen.take(keys))
         return aged
 
 
 def smallest(n: int, first: NDArray[Any], second: NDArray[Any]) -> Keys:
-    """Indices of the n smallest by (first, second), without sorting everything."""
+    """Indices of the n smallest by (first, second, index), rising, without sorting everything."""
     if n <= 0 or n >= len(first):
         return np.arange(len(first) if n > 0 else 0)
     limit = np.partition(first, n - 1)[n - 1]
@@ -72,5 +72,5 @@ def smallest(n: int, first: NDArray[Any], second: NDArray[Any]) -> Keys:
         return chosen
     is_tied = first[chosen] == limit
     below, tied = chosen[~is_tied], chosen[is_tied]
-    n_tied = n - len(below)
-    return np.concatenate((below, tied[np.argpartition(second[tied], n_tied - 1)[:n_tied]]))
+    first_tied = tied[np.argsort(second[tied], kind="stable")[: n - len(below)]]
+    return np.sort(np.concatenate((below, first_tied)))

@@ -42,7 +42,7 @@ class Slru(Policy):
             demoted = protected[smallest(n_excess, used[protected], counts[protected])]
             is_protected[demoted] = False
             self._entered[candidates[demoted]] = counts[demoted]
-        return smallest(n, is_protected * (np.int64(1) << 62) + used, counts)
+        return smallest(n, is_protected * (np.int64(1) << 50) + used, counts)
 
 
 class S3Fifo(Policy):

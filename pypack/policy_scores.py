@@ -6,7 +6,7 @@
     AgedLfu           smallest aged freq;            ties: the smallest last_use      halved at intervals
     StaticHot         not pinned, smallest last_use; then pinned ones                 pinned once, by freq
 
-Ties beyond these are broken arbitrarily, but the same way each time.
+Ties beyond these: the lowest slot.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ class TinyLfu(Policy):
         policy._aged = AgedFrequency(n_keys, aging_period(pool))
         policy._in_window = np.zeros(n_keys, np.bool_)
         policy._n_window_max = pool.n_slots // 32
+        policy._n_settled = 0  # in the cache, in use or not
         policy._n_settled_max = pool.n_slots - policy._n_window_max
         return policy
 
@@ -39,11 +40,12 @@ class TinyLfu(Policy):
     def victims(self, candidates: Keys, n: int, freq: Ints, last_use: Ints, now: int) -> Keys:
         used = last_use.take(candidates)
         in_window = self._in_window.take(candidates)
-        n_settled = len(candidates) - int(in_window.sum())
-        n_over = len(candidates) - n_settled - self._n_window_max
-        leaving = _oldest(np.flatnonzero(in_window), used, max(n_over, n - n_settled))
-        n_room = min(n_over, self._n_settled_max - n_settled)  # while the rest is not full, nobody must leave it
+        n_others = len(candidates) - int(in_window.sum())
+        n_over = len(candidates) - n_others - self._n_window_max
+        leaving = _oldest(np.flatnonzero(in_window), used, max(n_over, n - n_others))
+        n_room = min(n_over, self._n_settled_max - self._n_settled)  # while the rest is not full, nobody must leave it
         if n_room > 0:
+            self._n_settled += n_room
             in_window[leaving[:n_room]] = False
             self._in_window[candidates[leaving[:n_room]]] = False
             del leaving[:n_room]
@@ -55,6 +57,7 @@ class TinyLfu(Policy):
                 self._in_window[candidates[leaving.pop(0)]] = False
                 chosen.append(settled.pop(0))
             else:
+                self._n_settled -= not leaving
                 chosen.append((leaving or settled).pop(0))
         return np.array(chosen, np.intp)
 

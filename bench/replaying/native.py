@@ -90,7 +90,7 @@ def _library() -> ctypes.CDLL:
     source = Path(__file__).with_name("replay.c")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "replay.so"
-        command = [os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", str(source), "-o", str(path)]
+        command = [os.environ.get("CC", "cc"), "-O3", "-shared", "-fPIC", str(source), "-o", str(path)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except (OSError, subprocess.CalledProcessError) as error:

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum policy { LRU, FREQ_AGE, FREQ_RECENCY, AGED_LFU, STATIC_HOT, SLRU, S3_FIFO, ARC, TINY_LFU, BELADY, BELADY_BYPASS };
+enum policy { LRU, FREQ_AGE, FREQ_RECENCY, AGED_LFU, STATIC_HOT, SLRU, S3_FIFO, ARC, TINY_LFU, BELADY, BELADY_BYPASS, AGED_AGE };
 
 typedef struct {
     int64_t policy, n_slots;
@@ -36,6 +36,7 @@ typedef struct {
     list      ghosts[2]; // ARC: of T1 and T2; S3_FIFO: of small
     list      queues[2]; // S3_FIFO: small, main
     bool      frozen;
+    int64_t   n_settled; // TINY_LFU
 } pool;
 
 typedef struct {
@@ -198,6 +199,8 @@ static score score_of(run * r, pool * p, int64_t i) {
     switch (p->spec.policy) {
         case FREQ_AGE:
             return (score){freq / (double) (r->now - r->last_use[key] + 1), used, i};
+        case AGED_AGE:
+            return (score){aged(r, p, key) / (double) (r->now - r->last_use[key] + p->spec.limit), used, i};
         case FREQ_RECENCY:
             return (score){freq, used, i};
         case AGED_LFU:
@@ -317,14 +320,15 @@ static void tiny_lfu(run * r, pool * p, int64_t n) {
     for (int64_t i = 0; i < r->n; i++) {
         n_window += r->flag[r->candidates[i]];
     }
-    const int64_t n_settled = r->n - n_window, n_over = n_window - p->spec.limit;
+    const int64_t n_others = r->n - n_window, n_over = n_window - p->spec.limit;
     int64_t *     leaving = r->work, *settled = r->work + r->n;
-    const int64_t n_leaving = oldest(r, 1, n_over > n - n_settled ? n_over : n - n_settled, leaving);
-    int64_t       room      = p->spec.n_slots - p->spec.limit - n_settled;
+    const int64_t n_leaving = oldest(r, 1, n_over > n - n_others ? n_over : n - n_others, leaving);
+    int64_t       room      = p->spec.n_slots - p->spec.limit - p->n_settled;
     room                    = room > n_over ? n_over : room;
     int64_t l = 0, s = 0;
     for (; l < room; l++) {
         r->flag[r->candidates[leaving[l]]] = 0;
+        p->n_settled++;
     }
     const int64_t n_oldest = oldest(r, 0, n, settled);
     age(r, p);
@@ -333,6 +337,7 @@ static void tiny_lfu(run * r, pool * p, int64_t n) {
             r->flag[r->candidates[leaving[l++]]] = 0;
             r->chosen[i]                         = settled[s++];
         } else {
+            p->n_settled -= l == n_leaving;
             r->chosen[i] = l < n_leaving ? leaving[l++] : settled[s++];
         }
     }
@@ -349,6 +354,7 @@ static void choose(run * r, pool * p, int64_t n, const uint8_t * mine) {
         case TINY_LFU:
             tiny_lfu(r, p, n);
             return;
+        case AGED_AGE:
         case AGED_LFU:
             age(r, p);
             break;

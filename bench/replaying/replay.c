@@ -43,15 +43,20 @@ static void bypass(run * r, pool * p, const int64_t * missing, int64_t n_missing
     int64_t n = 0;
     for (int64_t i = 0; i < p->n_used + n_missing; i++) {
         const int64_t key = i < p->n_used ? p->owner[i] : missing[i - p->n_used];
-        r->slot[key]      = -1;
-        r->scores[n++]    = (score){(double) r->next_use[key], 0, key};
+        r->slot[key]      = 0;
+        r->work[n]        = key;
+        r->scores[n++]    = (score){(double) -r->next_use[key], 0, key};
     }
-    n = smallest(r->scores, n, p->spec.n_slots);
+    const int64_t n_gone = smallest(r->scores, n, n - p->spec.n_slots);
+    for (int64_t i = 0; i < n_gone; i++) {
+        r->slot[r->scores[i].index] = -1;
+    }
+    p->n_used = 0;
     for (int64_t i = 0; i < n; i++) {
-        p->owner[i]                 = r->scores[i].index;
-        r->slot[r->scores[i].index] = i;
+        if (r->slot[r->work[i]] == 0) {
+            p->owner[p->n_used++] = r->work[i];
+        }
     }
-    p->n_used = n;
 }
 
 static void miss(run * r, pool * p, const int64_t * keys, int64_t n_keys, int64_t * missing, const uint8_t * mine) {

@@ -3,7 +3,7 @@
 Each layer has its own Zipf distribution over its experts: the expert of rank r is chosen with weight r^-skew. Three
 things move it, as text does:
 
-    drift     a share of the ranks changes places every 256 tokens
+    drift     a share of the ranks changes places every DRIFT_TOKENS tokens
     topics    every `topic_tokens` tokens the ranks of half of the experts are those of another topic, which comes back
     repeat    with this probability a token chooses an expert of the token before again
 
@@ -23,6 +23,8 @@ from pypack.trace import Trace
 from pypack.trace_format import Kind
 
 __all__ = ["Habits", "synthetic_trace"]
+
+DRIFT_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,11 @@ class Habits:
 
 def synthetic_trace(habits: Habits, seed: int = 1) -> Trace:
     random = np.random.default_rng(seed)
-    chosen = np.stack([_choices(habits, random) for _ in range(habits.n_layers)])  # [layer, token, top_k]
+    chosen = _choices(habits, random)
     layer, step, number, ids = [], [], [], []
     for i, (first, last) in enumerate(_batches(habits)):
         for index in range(habits.n_layers):
-            experts = np.unique(chosen[index, first:last])
+            experts = np.unique(chosen[first:last, index])
             layer.append(index)
             step.append(i)
             number.append((last - first) * habits.top_k)
@@ -80,42 +82,54 @@ def _batches(habits: Habits) -> list[tuple[int, int]]:
     return batches
 
 
-def _choices(habits: Habits, random: np.random.Generator) -> NDArray[np.int64]:
-    """[token, top_k] distinct experts of each token in one layer."""
-    n = habits.n_experts
-    log_weight = -habits.skew * np.log(np.arange(1, n + 1))
-    topics = [random.permutation(n) for _ in range(habits.n_topics)]  # rank -> expert
-    half = random.permutation(n)[: n // 2]
-    for topic in topics[1:]:
-        topic[:] = _same_ranks_but(topics[0], half, random)
-    chosen = np.empty((habits.n_tokens, habits.top_k), np.int64)
-    previous = np.empty(0, np.int64)
+def _choices(habits: Habits, random: np.random.Generator) -> NDArray[np.int32]:
+    """[token, layer, top_k] distinct experts: those with the largest log weight + Gumbel noise."""
+    n, n_layers = habits.n_experts, habits.n_layers
+    log_weight = -habits.skew * np.log(np.arange(1, n + 1, dtype=np.float32))
+    topics = _topics(habits, random)
+    rows = np.arange(n_layers)[:, None]
+    chosen = np.empty((habits.n_tokens, n_layers, habits.top_k), np.int32)
+    score_of = np.empty((habits.n_topics, n_layers, n), np.float32)
     for token in range(habits.n_tokens):
-        if token % 256 == 0:
-            for topic in topics:
+        if token % DRIFT_TOKENS == 0:
+            for topic, scores in zip(topics, score_of, strict=True):
                 _swap(topic, int(habits.drift * n), random)
-            score_of = [_by_expert(topic, log_weight) for topic in topics]
-        score = score_of[token // habits.topic_tokens % habits.n_topics] + random.gumbel(size=n)
-        again = previous[random.random(len(previous)) < habits.repeat]
-        score[again] = np.inf
-        previous = chosen[token] = np.argpartition(score, n - habits.top_k)[n - habits.top_k :]
+                np.put_along_axis(scores, topic, np.broadcast_to(log_weight, topic.shape), 1)
+        noise = -np.log(np.maximum(random.standard_exponential((n_layers, n), np.float32), np.float32(1e-30)))
+        score = score_of[token // habits.topic_tokens % habits.n_topics] + noise
+        if token:
+            again = random.random((n_layers, habits.top_k)) < habits.repeat
+            previous = chosen[token - 1]
+            score[rows, previous] += np.where(again, np.float32(1e6), np.float32(0))
+        chosen[token] = np.argpartition(score, n - habits.top_k, axis=1)[:, n - habits.top_k :]
     return chosen
 
 
-def _by_expert(topic: NDArray[np.int64], log_weight: NDArray[np.float64]) -> NDArray[np.float64]:
-    score = np.empty(len(topic))
-    score[topic] = log_weight
-    return score
-
-
-def _same_ranks_but(topic: NDArray[np.int64], experts: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.int64]:
-    """The topic with these experts' ranks exchanged among them."""
-    places = np.flatnonzero(np.isin(topic, experts))
-    changed = topic.copy()
-    changed[places] = random.permutation(topic[places])
-    return changed
+def _topics(habits: Habits, random: np.random.Generator) -> list[NDArray[np.int64]]:
+    """[layer, rank] -> expert, for each topic; topics give half of the experts, the same ones, other ranks."""
+    n = habits.n_experts
+    first = np.stack([random.permutation(n) for _ in range(habits.n_layers)])
+    topics = [first.copy() for _ in range(habits.n_topics)]
+    for layer in range(habits.n_layers):
+        ranks = random.permutation(n)[: n // 2]
+        for topic in topics[1:]:
+            topic[layer, ranks] = random.permutation(first[layer, ranks])
+    return topics
 
 
 def _swap(topic: NDArray[np.int64], n: int, random: np.random.Generator) -> None:
-    places = random.permutation(len(topic))[: 2 * n]
-    topic[places] = topic[places[::-1]]
+    for row in topic:
+        ranks = random.permutation(len(row))[: 2 * n]
+        row[ranks] = row[ranks[::-1]]
+
+
+PRESETS: dict[str, Habits] = {
+    # DeepSeek-V4-Flash's shape: single tokens, and requests with prompts
+    "synthetic-dsv4": Habits(),
+    "synthetic-dsv4-requests": Habits(prompt_tokens=300, batch=128),
+    # strong favourites; weak favourites, but a token likes what the one before used
+    "synthetic-skewed": Habits(skew=1.2, repeat=0.1),
+    "synthetic-recent": Habits(skew=0.4, repeat=0.4),
+    # Kimi-K3's shape, a quarter of its layers
+    "synthetic-k3": Habits(n_layers=23, n_experts=896, top_k=16, block_bytes=11 << 20, n_tokens=1000),
+}

@@ -2,9 +2,10 @@
 
     TinyLfu    newcomers pass a window (1/32 of the slots, by last use). The one that leaves it meets the least
                recently used expert of the rest: the one with the lower aged freq is evicted.
-    ByBudget   where the pool holds what a few tokens use, recency tells most: FreqAge. Where it holds less, an
-               expert is gone before it is used again unless it is kept for its frequency: AgedLfu, past which rare
-               experts go.
+    ByBudget   evicts the smallest aged freq / (age + patience). A pool that holds what a few tokens use has a patience
+               of one acquire: recency tells most. One that holds less has a patience of some tokens: by recency an
+               expert would be gone each time before it is used again, so that frequency must keep some, and rare
+               experts are the first to go.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pypack.policy_base import AgedFrequency, Ints, Keys, Policy, smallest
-from pypack.policy_scores import AgedLfu, FreqAge, aging_period
+from pypack.policy_scores import aging_period
 
 if TYPE_CHECKING:
     from pypack.budget import Pool
@@ -40,15 +41,13 @@ class TinyLfu(Policy):
     def victims(self, candidates: Keys, n: int, freq: Ints, last_use: Ints, now: int) -> Keys:
         used = last_use.take(candidates)
         in_window = self._in_window.take(candidates)
-        n_others = len(candidates) - int(in_window.sum())
-        n_over = len(candidates) - n_others - self._n_window_max
-        leaving = _oldest(np.flatnonzero(in_window), used, max(n_over, n - n_others))
-        n_room = min(n_over, self._n_settled_max - self._n_settled)  # while the rest is not full, nobody must leave it
-        if n_room > 0:
-            self._n_settled += n_room
-            in_window[leaving[:n_room]] = False
-            self._in_window[candidates[leaving[:n_room]]] = False
-            del leaving[:n_room]
+        n_room = max(0, self._n_settled_max - self._n_settled)  # while the rest is not full, nobody must leave it
+        leaving = _oldest(np.flatnonzero(in_window), used, n_room + n)
+        n_room = max(0, min(n_room, len(leaving) - n))
+        self._n_settled += n_room
+        in_window[leaving[:n_room]] = False
+        self._in_window[candidates[leaving[:n_room]]] = False
+        del leaving[:n_room]
         settled = _oldest(np.flatnonzero(~in_window), used, n)
         worth = self._aged.of(candidates, freq, now)
         chosen: list[int] = []
@@ -72,12 +71,18 @@ def _oldest(indices: Keys, used: Ints, n: int) -> list[int]:
 
 
 class ByBudget(Policy):
-    N_TOKENS = 4.0
+    FEW_TOKENS = 1.5
+    PATIENCE_TOKENS = 4
 
     def for_pool(self, pool: Pool, n_keys: int) -> Policy:
-        holds_tokens = pool.n_slots / max(1, pool.n_per_token)
-        chosen = FreqAge() if holds_tokens >= self.N_TOKENS else AgedLfu()
-        return chosen.for_pool(pool, n_keys)
+        policy = ByBudget()
+        holds_few = pool.n_slots < self.FEW_TOKENS * pool.n_per_token
+        policy._offset = self.PATIENCE_TOKENS * len(pool.layers) if holds_few else 1
+        policy._aged = AgedFrequency(n_keys, aging_period(pool) // 4)
+        return policy
+
+    _aged: AgedFrequency
 
     def victims(self, candidates: Keys, n: int, freq: Ints, last_use: Ints, now: int) -> Keys:
-        raise NotImplementedError("for_pool() gives the policy that answers")
+        used = last_use.take(candidates)
+        return smallest(n, self._aged.of(candidates, freq, now) / (now - used + self._offset), used)

@@ -17,7 +17,7 @@ from bench.replaying.belady import Belady, BeladyBypass, future_of
 from bench.replaying.cache import Counts
 from pypack.budget import Pool
 from pypack.errors import ExpertPackError
-from pypack.policy_admission import TinyLfu
+from pypack.policy_admission import ByBudget, TinyLfu
 from pypack.policy_base import Policy
 from pypack.policy_queues import Arc, S3Fifo, Slru
 from pypack.policy_scores import AgedLfu, FreqAge, FreqThenRecency, Lru, StaticHot
@@ -27,7 +27,7 @@ __all__ = ["has_twin", "replay_compiled"]
 
 # in the order of replay.c's enum
 _TWINS: tuple[type[Policy], ...] = (
-    Lru, FreqAge, FreqThenRecency, AgedLfu, StaticHot, Slru, S3Fifo, Arc, TinyLfu, Belady, BeladyBypass,
+    Lru, FreqAge, FreqThenRecency, AgedLfu, StaticHot, Slru, S3Fifo, Arc, TinyLfu, ByBudget, Belady, BeladyBypass,
 )  # fmt: skip
 
 
@@ -67,10 +67,10 @@ def replay_compiled(trace: Trace, pools: Sequence[Pool], policy: Policy) -> Coun
 
 
 def _spec(policy: Policy, pool: Pool) -> _Spec:
-    limits = {StaticHot: "_n_pinned", Slru: "_n_protected_max", S3Fifo: "_n_small_max", TinyLfu: "_n_window_max"}
+    limits = {StaticHot: "_n_pinned", Slru: "_n_protected_max", S3Fifo: "_n_small_max", TinyLfu: "_n_window_max", ByBudget: "_offset"}
     limit = getattr(policy, limits[type(policy)]) if type(policy) in limits else 0
     period = policy._freeze_at if isinstance(policy, StaticHot) else 1
-    if isinstance(policy, AgedLfu | TinyLfu):
+    if isinstance(policy, AgedLfu | ByBudget | TinyLfu):
         period = policy._aged.period
     return _Spec(_TWINS.index(type(policy)), pool.n_slots, limit, period)
 

@@ -4,12 +4,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum policy { LRU, FREQ_AGE, FREQ_RECENCY, AGED_LFU, STATIC_HOT, SLRU, S3_FIFO, ARC, TINY_LFU, BELADY, BELADY_BYPASS, AGED_AGE };
+enum policy { LRU, FREQ_AGE, FREQ_RECENCY, AGED_LFU, STATIC_HOT, SLRU, S3_FIFO, ARC, TINY_LFU, BY_BUDGET, BELADY, BELADY_BYPASS };
 
 typedef struct {
     int64_t policy, n_slots;
-    int64_t limit;  // STATIC_HOT: pinned; SLRU: protected; S3_FIFO: small; TINY_LFU: window
-    int64_t period; // AGED_LFU, TINY_LFU: acquires until old use counts half; STATIC_HOT: warm-up
+    int64_t limit;  // STATIC_HOT: pinned; SLRU: protected; S3_FIFO: small; TINY_LFU: window; BY_BUDGET: patience
+    int64_t period; // AGED_LFU, BY_BUDGET, TINY_LFU: acquires until old use counts half; STATIC_HOT: warm-up
 } pool_spec;
 
 typedef struct {
@@ -199,7 +199,7 @@ static score score_of(run * r, pool * p, int64_t i) {
     switch (p->spec.policy) {
         case FREQ_AGE:
             return (score){freq / (double) (r->now - r->last_use[key] + 1), used, i};
-        case AGED_AGE:
+        case BY_BUDGET:
             return (score){aged(r, p, key) / (double) (r->now - r->last_use[key] + p->spec.limit), used, i};
         case FREQ_RECENCY:
             return (score){freq, used, i};
@@ -316,15 +316,11 @@ static int64_t oldest(run * r, int flag, int64_t n, int64_t * out) {
 }
 
 static void tiny_lfu(run * r, pool * p, int64_t n) {
-    int64_t n_window = 0;
-    for (int64_t i = 0; i < r->n; i++) {
-        n_window += r->flag[r->candidates[i]];
-    }
-    const int64_t n_others = r->n - n_window, n_over = n_window - p->spec.limit;
-    int64_t *     leaving = r->work, *settled = r->work + r->n;
-    const int64_t n_leaving = oldest(r, 1, n_over > n - n_others ? n_over : n - n_others, leaving);
-    int64_t       room      = p->spec.n_slots - p->spec.limit - p->n_settled;
-    room                    = room > n_over ? n_over : room;
+    int64_t *leaving = r->work, *settled = r->work + r->n;
+    int64_t  room           = p->spec.n_slots - p->spec.limit - p->n_settled;
+    room                    = room < 0 ? 0 : room;
+    const int64_t n_leaving = oldest(r, 1, room + n, leaving);
+    room                    = room > n_leaving - n ? n_leaving - n : room;
     int64_t l = 0, s = 0;
     for (; l < room; l++) {
         r->flag[r->candidates[leaving[l]]] = 0;
@@ -354,7 +350,7 @@ static void choose(run * r, pool * p, int64_t n, const uint8_t * mine) {
         case TINY_LFU:
             tiny_lfu(r, p, n);
             return;
-        case AGED_AGE:
+        case BY_BUDGET:
         case AGED_LFU:
             age(r, p);
             break;

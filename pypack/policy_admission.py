@@ -73,12 +73,13 @@ def _oldest(indices: Keys, used: Ints, n: int) -> list[int]:
 class ByBudget(Policy):
     FEW_TOKENS = 1.5
     PATIENCE_TOKENS = 4
+    HALF_LIFE_TOKENS = 64  # for each token's experts that the pool holds
 
     def for_pool(self, pool: Pool, n_keys: int) -> Policy:
         policy = ByBudget()
-        holds_few = pool.n_slots < self.FEW_TOKENS * pool.n_per_token
-        policy._offset = self.PATIENCE_TOKENS * len(pool.layers) if holds_few else 1
-        policy._aged = AgedFrequency(n_keys, aging_period(pool) // 4)
+        holds_tokens = pool.n_slots / max(1, pool.n_per_token)
+        policy._offset = self.PATIENCE_TOKENS * len(pool.layers) if holds_tokens < self.FEW_TOKENS else 1
+        policy._aged = AgedFrequency(n_keys, int(self.HALF_LIFE_TOKENS * max(1.0, holds_tokens)) * len(pool.layers))
         return policy
 
     _aged: AgedFrequency

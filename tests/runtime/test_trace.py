@@ -22,6 +22,8 @@ BATCHES = [20, *[1] * 12, 3, *[1] * 12, 40, *[1] * 20]  # prefill and decode, ba
 def check(path: Path, live: tuple[int, ...]) -> None:
     trace = read_trace(path)
     assert trace.end is not None and trace.end[:4] == live
+    trace.save(path.with_suffix(".again"))  # what native wrote is what Python writes
+    assert path.with_suffix(".again").read_bytes() == path.read_bytes()
     counts = replay_as_recorded(trace, POLICIES[trace.policy]())
     assert (counts.acquires, counts.hits, counts.misses, counts.evictions) == live
 

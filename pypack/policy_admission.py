@@ -53,7 +53,8 @@ class TinyLfu(Policy):
         chosen: list[int] = []
         while len(chosen) < n:
             if leaving and settled and worth[leaving[0]] > worth[settled[0]]:
-                self._in_window[candidates[leaving.pop(0)]] = False
+                self._in_window[candidates[leaving[0]]] = False
+                settled.append(leaving.pop(0))
                 chosen.append(settled.pop(0))
             else:
                 self._n_settled -= not leaving

@@ -326,12 +326,14 @@ static void tiny_lfu(run * r, pool * p, int64_t n) {
         r->flag[r->candidates[leaving[l]]] = 0;
         p->n_settled++;
     }
-    const int64_t n_oldest = oldest(r, 0, n, settled);
+    int64_t n_oldest = oldest(r, 0, n, settled);
     age(r, p);
     for (int64_t i = 0; i < n; i++) {
         if (l < n_leaving && s < n_oldest && aged(r, p, r->candidates[leaving[l]]) > aged(r, p, r->candidates[settled[s]])) {
-            r->flag[r->candidates[leaving[l++]]] = 0;
-            r->chosen[i]                         = settled[s++];
+            r->flag[r->candidates[leaving[l]]] = 0;
+            settled[n_oldest++]                = leaving[l++];
+
+            r->chosen[i] = settled[s++];
         } else {
             p->n_settled -= l == n_leaving;
             r->chosen[i] = l < n_leaving ? leaving[l++] : settled[s++];

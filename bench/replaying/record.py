@@ -35,7 +35,7 @@ def record(model: Path, pack: Path, trace: Path, *, cache_share: float = 0.25, s
 
     cache = int(pack.stat().st_size * cache_share)
     llm = Llama(
-        model, expert_pack=pack, expert_cache=cache, expert_trace=trace, n_ctx=512, n_batch=64, n_threads=2, verbose=False
+        model, expert_pack=pack, expert_cache=cache, expert_trace=trace, n_ctx=512, n_batch=64, n_threads=1, verbose=False
     )
     random = np.random.default_rng(seed)
     try:

@@ -43,7 +43,7 @@ class Habits:
     prompt_tokens: int = 0
     batch: int = 512
     answer_tokens: int = 200
-    n_tokens: int = 2000
+    n_tokens: int = 1500
 
 
 def synthetic_trace(habits: Habits, seed: int = 1) -> Trace:

@@ -141,7 +141,12 @@ def check_live(trace: Trace) -> str:
 @click.option("--synthetic", is_flag=True, help="Add the made-up traces of bench/replaying/synthetic.py.")
 @click.option("--allow-cut", is_flag=True, help="Take traces that were not ended.")
 def main(
-    traces: tuple[Path, ...], policies: tuple[str, ...], budgets: str, out: Path | None, synthetic: bool, allow_cut: bool
+    traces: tuple[Path, ...],
+    policies: tuple[str, ...],
+    budgets: str,
+    out: Path | None,
+    synthetic: bool,
+    allow_cut: bool,
 ) -> None:
     try:
         for policy in policies:

@@ -1,11 +1,11 @@
 """Policies that let a newcomer stay only if it is worth a slot.
 
-    TinyLfu    newcomers pass a window (1/32 of the slots, by last use). The one that leaves it meets the least
-               recently used expert of the rest: the one with the lower aged freq is evicted.
-    ByBudget   evicts the smallest aged freq / (age + patience). A pool that holds what a few tokens use has a patience
-               of one acquire: recency tells most. One that holds less has a patience of some tokens: by recency an
-               expert would be gone each time before it is used again, so that frequency must keep some, and rare
-               experts are the first to go.
+TinyLfu    newcomers pass a window (1/32 of the slots, by last use). The one that leaves it meets the least
+           recently used expert of the rest: the one with the lower aged freq is evicted.
+ByBudget   evicts the smallest aged freq / (age + patience). A pool that holds what a few tokens use has a patience
+           of one acquire: recency tells most. One that holds less has a patience of some tokens: by recency an
+           expert would be gone each time before it is used again, so that frequency must keep some, and rare
+           experts are the first to go.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pypack.policy_base import AgedFrequency, Ints, Keys, Policy, smallest
+from pypack.policy_base import AgedFrequency, Ints, Keys, PoolPolicy, smallest
 from pypack.policy_scores import aging_period
 
 if TYPE_CHECKING:
@@ -23,17 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["ByBudget", "TinyLfu"]
 
 
-class TinyLfu(Policy):
-    def for_pool(self, pool: Pool, n_keys: int) -> Policy:
-        policy = TinyLfu()
-        policy._aged = AgedFrequency(n_keys, aging_period(pool))
-        policy._in_window = np.zeros(n_keys, np.bool_)
-        policy._n_window_max = pool.n_slots // 32
-        policy._n_settled = 0  # in the cache, in use or not
-        policy._n_settled_max = pool.n_slots - policy._n_window_max
-        return policy
-
-    _aged: AgedFrequency
+class TinyLfu(PoolPolicy):
+    def _start(self, pool: Pool, n_keys: int) -> None:
+        self._aged = AgedFrequency(n_keys, aging_period(pool))
+        self._in_window = np.zeros(n_keys, np.bool_)
+        self._n_window_max = pool.n_slots // 32
+        self._n_settled = 0  # in the cache, in use or not
+        self._n_settled_max = pool.n_slots - self._n_window_max
 
     def coming(self, keys: Keys, freq: Ints, last_use: Ints, now: int) -> None:
         self._in_window[keys] = True
@@ -71,19 +67,15 @@ def _oldest(indices: Keys, used: Ints, n: int) -> list[int]:
     return oldest
 
 
-class ByBudget(Policy):
+class ByBudget(PoolPolicy):
     FEW_TOKENS = 1.5
     PATIENCE_TOKENS = 4
     HALF_LIFE_TOKENS = 64  # for each token's experts that the pool holds
 
-    def for_pool(self, pool: Pool, n_keys: int) -> Policy:
-        policy = ByBudget()
+    def _start(self, pool: Pool, n_keys: int) -> None:
         holds_tokens = pool.n_slots / max(1, pool.n_per_token)
-        policy._offset = self.PATIENCE_TOKENS * len(pool.layers) if holds_tokens < self.FEW_TOKENS else 1
-        policy._aged = AgedFrequency(n_keys, int(self.HALF_LIFE_TOKENS * max(1.0, holds_tokens)) * len(pool.layers))
-        return policy
-
-    _aged: AgedFrequency
+        self._offset = self.PATIENCE_TOKENS * len(pool.layers) if holds_tokens < self.FEW_TOKENS else 1
+        self._aged = AgedFrequency(n_keys, int(self.HALF_LIFE_TOKENS * max(1.0, holds_tokens)) * len(pool.layers))
 
     def victims(self, candidates: Keys, n: int, freq: Ints, last_use: Ints, now: int) -> Keys:
         used = last_use.take(candidates)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from pypack.budget import Pool
 
-__all__ = ["AgedFrequency", "Ints", "Keys", "Policy", "smallest"]
+__all__ = ["AgedFrequency", "Ints", "Keys", "Policy", "PoolPolicy", "smallest"]
 
 Keys = NDArray[np.intp]
 Ints = NDArray[np.int64]
@@ -40,6 +40,19 @@ class Policy(ABC):
 
         Experts in use are not among the candidates.
         """
+
+
+class PoolPolicy(Policy):
+    """A policy that remembers something, for each pool by itself."""
+
+    def for_pool(self, pool: Pool, n_keys: int) -> Policy:
+        policy = type(self)()
+        policy._start(pool, n_keys)
+        return policy
+
+    @abstractmethod
+    def _start(self, pool: Pool, n_keys: int) -> None:
+        """Nothing has come in yet."""
 
 
 class AgedFrequency:

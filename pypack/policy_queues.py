@@ -1,11 +1,11 @@
 """Policies that keep experts in queues. Hits are noticed when the next victim is looked for.
 
-    Slru     probation and protected (4/5 of the slots): an expert that was hit is protected; evicts the least recently
-             used of probation, then of protected. What is too much in protected goes back to probation.
-    S3Fifo   small (1/10) and main, both first in, first out. Out of small: to main if hit twice, else evicted and
-             remembered. Out of main: back in with one hit less, evicted with none. Remembered ones come into main.
-    Arc      once (T1) and often (T2), both by last use, and the memory of what left them (B1, B2), which moves the
-             target size of T1: up for a remembered one of B1, down for one of B2.
+Slru     probation and protected (4/5 of the slots): an expert that was hit is protected; evicts the least recently
+         used of probation, then of protected. What is too much in protected goes back to probation.
+S3Fifo   small (1/10) and main, both first in, first out. Out of small: to main if hit twice, else evicted and
+         remembered. Out of main: back in with one hit less, evicted with none. Remembered ones come into main.
+Arc      once (T1) and often (T2), both by last use, and the memory of what left them (B1, B2), which moves the
+         target size of T1: up for a remembered one of B1, down for one of B2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pypack.policy_base import Ints, Keys, Policy, smallest
+from pypack.policy_base import Ints, Keys, PoolPolicy, smallest
 
 if TYPE_CHECKING:
     from pypack.budget import Pool
@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["Arc", "S3Fifo", "Slru"]
 
 
-class Slru(Policy):
-    def for_pool(self, pool: Pool, n_keys: int) -> Policy:
-        policy = Slru()
-        policy._entered = np.zeros(n_keys, np.int64)  # freq when it came into probation
-        policy._n_protected_max = pool.n_slots * 4 // 5
-        return policy
+class Slru(PoolPolicy):
+    def _start(self, pool: Pool, n_keys: int) -> None:
+        self._entered = np.zeros(n_keys, np.int64)  # freq when it came into probation
+        self._n_protected_max = pool.n_slots * 4 // 5
 
     def coming(self, keys: Keys, freq: Ints, last_use: Ints, now: int) -> None:
         self._entered[keys] = freq[keys]
@@ -45,19 +43,15 @@ class Slru(Policy):
         return smallest(n, is_protected * (np.int64(1) << 50) + used, counts)
 
 
-class S3Fifo(Policy):
-    def for_pool(self, pool: Pool, n_keys: int) -> Policy:
-        policy = S3Fifo()
-        policy._in_main = np.zeros(n_keys, np.bool_)
-        policy._stamp = np.zeros(n_keys, np.int64)  # order of arrival in its queue
-        policy._zero = np.zeros(n_keys, np.int64)  # freq at which it counts no hit
-        policy._n_stamps = 0
-        policy._ghosts = {}
-        policy._n_small_max = max(1, pool.n_slots // 10)
-        policy._n_ghosts_max = pool.n_slots
-        return policy
-
-    _ghosts: dict[int, None]
+class S3Fifo(PoolPolicy):
+    def _start(self, pool: Pool, n_keys: int) -> None:
+        self._in_main = np.zeros(n_keys, np.bool_)
+        self._stamp = np.zeros(n_keys, np.int64)  # order of arrival in its queue
+        self._zero = np.zeros(n_keys, np.int64)  # freq at which it counts no hit
+        self._n_stamps = 0
+        self._ghosts: dict[int, None] = {}
+        self._n_small_max = max(1, pool.n_slots // 10)
+        self._n_ghosts_max = pool.n_slots
 
     def coming(self, keys: Keys, freq: Ints, last_use: Ints, now: int) -> None:
         for key in keys.tolist():
@@ -94,17 +88,13 @@ class S3Fifo(Policy):
             del self._ghosts[next(iter(self._ghosts))]
 
 
-class Arc(Policy):
-    def for_pool(self, pool: Pool, n_keys: int) -> Policy:
-        policy = Arc()
-        policy._entered = np.zeros(n_keys, np.int64)  # freq when it came in; -1: straight into T2
-        policy._target = 0.0  # of T1, slots
-        policy._b1, policy._b2 = {}, {}
-        policy._n_slots = pool.n_slots
-        return policy
-
-    _b1: dict[int, None]
-    _b2: dict[int, None]
+class Arc(PoolPolicy):
+    def _start(self, pool: Pool, n_keys: int) -> None:
+        self._entered = np.zeros(n_keys, np.int64)  # freq when it came in; -1: straight into T2
+        self._target = 0.0  # of T1, slots
+        self._b1: dict[int, None] = {}
+        self._b2: dict[int, None] = {}
+        self._n_slots = pool.n_slots
 
     def coming(self, keys: Keys, freq: Ints, last_use: Ints, now: int) -> None:
         self._entered[keys] = freq[keys]

@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pypack.policy_base import AgedFrequency, Ints, Keys, Policy, smallest
+from pypack.policy_base import AgedFrequency, Ints, Keys, Policy, PoolPolicy, smallest
 
 if TYPE_CHECKING:
     from pypack.budget import Pool
@@ -44,30 +45,24 @@ def aging_period(pool: Pool) -> int:
     return 256 * len(pool.layers)
 
 
-class AgedLfu(Policy):
-    def for_pool(self, pool: Pool, n_keys: int) -> Policy:
-        policy = AgedLfu()
-        policy._aged = AgedFrequency(n_keys, aging_period(pool))
-        return policy
-
-    _aged: AgedFrequency
+class AgedLfu(PoolPolicy):
+    def _start(self, pool: Pool, n_keys: int) -> None:
+        self._aged = AgedFrequency(n_keys, aging_period(pool))
 
     def victims(self, candidates: Keys, n: int, freq: Ints, last_use: Ints, now: int) -> Keys:
         return smallest(n, self._aged.of(candidates, freq, now), last_use.take(candidates))
 
 
-class StaticHot(Policy):
+class StaticHot(PoolPolicy):
     """After 512 tokens the most used experts are pinned for good, in all slots but an eighth."""
 
     WARM_TOKENS = 512
 
-    def for_pool(self, pool: Pool, n_keys: int) -> Policy:
-        policy = StaticHot()
-        policy._seen = np.zeros(n_keys, np.bool_)
-        policy._n_pinned = pool.n_slots - max(1, pool.n_slots // 8)
-        policy._freeze_at = self.WARM_TOKENS * len(pool.layers)
-        policy._pinned = None
-        return policy
+    def _start(self, pool: Pool, n_keys: int) -> None:
+        self._seen = np.zeros(n_keys, np.bool_)
+        self._n_pinned = pool.n_slots - max(1, pool.n_slots // 8)
+        self._freeze_at = self.WARM_TOKENS * len(pool.layers)
+        self._pinned: NDArray[np.bool_] | None = None
 
     def coming(self, keys: Keys, freq: Ints, last_use: Ints, now: int) -> None:
         self._seen[keys] = True

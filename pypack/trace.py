@@ -113,9 +113,7 @@ class Trace:
         words[_is_id(at, len(words))] = self.ids
         records = words.tobytes()
         end = self.end or TraceEnd(int((self.kind == Kind.ACQUIRE).sum()), 0, 0, 0, 0)
-        Path(path).write_bytes(
-            encode_header(self.layers, self.top_k, self.policy) + records + encode_end(records, end)
-        )
+        Path(path).write_bytes(encode_header(self.layers, self.top_k, self.policy) + records + encode_end(records, end))
 
 
 def read_trace(path: str | os.PathLike[str], *, allow_cut: bool = False) -> Trace:
@@ -179,9 +177,7 @@ def _is_id(places: NDArray[np.int64], n_words: int) -> NDArray[np.bool_]:
     return chosen
 
 
-def _split(
-    words: NDArray[np.uint16], places: NDArray[np.int64], path: str, head: Head, end: TraceEnd | None
-) -> Trace:
+def _split(words: NDArray[np.uint16], places: NDArray[np.int64], path: str, head: Head, end: TraceEnd | None) -> Trace:
     def number(i: int) -> NDArray[np.int64]:
         low: NDArray[np.int64] = words[places + i].astype(np.int64)
         return low | words[places + i + 1].astype(np.int64) << 16

@@ -14,7 +14,17 @@ from numpy.typing import NDArray
 from pypack.errors import TraceError
 from pypack.layout import Layer
 
-__all__ = ["END_BYTES", "MAGIC", "RECORD_BYTES", "Head", "Kind", "TraceEnd", "decode_header", "encode_header", "encode_record"]
+__all__ = [
+    "END_BYTES",
+    "MAGIC",
+    "RECORD_BYTES",
+    "Head",
+    "Kind",
+    "TraceEnd",
+    "decode_header",
+    "encode_header",
+    "encode_record",
+]
 
 MAGIC = b"LXPTRACE"
 VERSION = 1

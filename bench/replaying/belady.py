@@ -1,8 +1,8 @@
 """The best any policy could have done, knowing the future.
 
-    Belady        evicts what is used again last. Like a real cache, it keeps each missing expert in a slot.
-    BeladyBypass  may throw a missing expert away at once: after each acquire the best n_slots of what was there and
-                  what came remain. No cache of this size has more hits, whatever it does. Only replay.c knows it.
+Belady        evicts what is used again last. Like a real cache, it keeps each missing expert in a slot.
+BeladyBypass  may throw a missing expert away at once: after each acquire the best n_slots of what was there and
+              what came remain. No cache of this size has more hits, whatever it does. Only replay.c knows it.
 """
 
 from __future__ import annotations

@@ -32,13 +32,12 @@ _TWINS: tuple[type[Policy], ...] = (
 
 
 class _Spec(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("policy", "n_slots", "limit", "period")]  # noqa: RUF012
+    _fields_ = [(name, ctypes.c_int64) for name in ("policy", "n_slots", "limit", "period")]
 
 
 class _Counts(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
-        (name, ctypes.c_int64)
-        for name in ("acquires", "hits", "misses", "evictions", "decode_hits", "decode_misses")
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ("acquires", "hits", "misses", "evictions", "decode_hits", "decode_misses")
     ]
 
 
@@ -67,7 +66,13 @@ def replay_compiled(trace: Trace, pools: Sequence[Pool], policy: Policy) -> Coun
 
 
 def _spec(policy: Policy, pool: Pool) -> _Spec:
-    limits = {StaticHot: "_n_pinned", Slru: "_n_protected_max", S3Fifo: "_n_small_max", TinyLfu: "_n_window_max", ByBudget: "_offset"}
+    limits = {
+        StaticHot: "_n_pinned",
+        Slru: "_n_protected_max",
+        S3Fifo: "_n_small_max",
+        TinyLfu: "_n_window_max",
+        ByBudget: "_offset",
+    }
     limit = getattr(policy, limits[type(policy)]) if type(policy) in limits else 0
     period = policy._freeze_at if isinstance(policy, StaticHot) else 1
     if isinstance(policy, AgedLfu | ByBudget | TinyLfu):

@@ -25,7 +25,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "dsv4": {"n_layer": 12, "n_expert": 64, "n_expert_used": 4},
     "k3": {"n_layer": 10, "n_expert": 96, "n_expert_used": 6},
 }
-SMALL: dict[str, Any] = {"n_embd": 256, "n_ff_exp": 256, "n_ff": 256, "n_head": 4, "n_vocab": 4096, "type": "Q8_0"}
+SMALL: dict[str, Any] = {"n_embd": 256, "n_ff_exp": 256, "n_ff": 256, "n_head": 8, "n_vocab": 4096, "type": "Q8_0"}
 REQUESTS = ((96, 60), (40, 100), (200, 60), (10, 120))  # tokens of the prompt, of the answer
 
 
@@ -35,7 +35,14 @@ def record(model: Path, pack: Path, trace: Path, *, cache_share: float = 0.25, s
 
     cache = int(pack.stat().st_size * cache_share)
     llm = Llama(
-        model, expert_pack=pack, expert_cache=cache, expert_trace=trace, n_ctx=512, n_batch=64, n_threads=1, verbose=False
+        model,
+        expert_pack=pack,
+        expert_cache=cache,
+        expert_trace=trace,
+        n_ctx=512,
+        n_batch=64,
+        n_threads=1,
+        verbose=False,
     )
     random = np.random.default_rng(seed)
     try:

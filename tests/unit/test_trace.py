@@ -122,7 +122,7 @@ def test_a_cut_trace_gives_its_complete_records(n_bytes: int, tmp_path: Path) ->
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="no.trace: the trace can't be read: No such file"):
+    with pytest.raises(TraceError, match=r"no.trace: the trace can't be read: No such file"):
         read_trace(tmp_path / "no.trace")
 
 
@@ -134,7 +134,9 @@ def test_models_that_do_not_fit_into_a_trace() -> None:
 
 def made_by_nobody(folder: Path) -> Trace:
     records = RECORDS[36:56]
-    return read_trace(written(folder, encode_header(LAYERS, 2, "") + records + encode_end(records, TraceEnd(1, 0, 0, 0, 0))))
+    return read_trace(
+        written(folder, encode_header(LAYERS, 2, "") + records + encode_end(records, TraceEnd(1, 0, 0, 0, 0)))
+    )
 
 
 def test_a_trace_without_a_run_has_no_counters_and_no_pools(tmp_path: Path) -> None:

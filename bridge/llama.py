@@ -15,6 +15,7 @@ from pypack.counters import ExpertStats
 from pypack.errors import DecodeError, GGUFError, UsageError
 from pypack.ggml_types import NOT_COMPUTED_TYPES
 from pypack.pack import Pack, find_pack, open_pack
+from pypack.policy import DEFAULT_POLICY
 from pypack.reader import Verify
 from pypack.stats_file import StatsWriter
 
@@ -81,7 +82,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         expert_read_splits: int = 4,
         expert_stage_slots: int = 12,
         expert_verify: Verify = "first",
-        expert_policy: str = "freq-age",
+        expert_policy: str = DEFAULT_POLICY,
         expert_trace: str | os.PathLike[str] | None = None,
         expert_stats_path: str | os.PathLike[str] | None = None,
         expert_stats_interval: float = 10.0,

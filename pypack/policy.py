@@ -22,7 +22,7 @@ POLICIES: dict[str, type[Policy]] = {
     "static-hot": StaticHot,
     "tiny-lfu": TinyLfu,
 }
-DEFAULT_POLICY = "freq-age"
+DEFAULT_POLICY = "by-budget"
 
 
 def make_policy(name: str) -> Policy:

@@ -31,19 +31,19 @@ DRIFT_TOKENS = 256
 class Habits:
     """``n_tokens`` in requests of ``prompt_tokens`` (in batches of ``batch``) and ``answer_tokens``."""
 
-    n_layers: int = 43
+    n_layers: int = 12
     n_experts: int = 256
     top_k: int = 6
     block_bytes: int = 13 << 20
     skew: float = 0.8
     drift: float = 0.02
     n_topics: int = 4
-    topic_tokens: int = 1000
+    topic_tokens: int = 300
     repeat: float = 0.2
     prompt_tokens: int = 0
     batch: int = 512
     answer_tokens: int = 200
-    n_tokens: int = 1500
+    n_tokens: int = 1200
 
 
 def synthetic_trace(habits: Habits, seed: int = 1) -> Trace:
@@ -124,12 +124,12 @@ def _swap(topic: NDArray[np.int64], n: int, random: np.random.Generator) -> None
 
 
 PRESETS: dict[str, Habits] = {
-    # DeepSeek-V4-Flash's shape: single tokens, and requests with prompts
+    # DeepSeek-V4-Flash's shape, 12 of its layers: single tokens, and requests with prompts
     "synthetic-dsv4": Habits(),
     "synthetic-dsv4-requests": Habits(prompt_tokens=300, batch=128),
     # strong favourites; weak favourites, but a token likes what the one before used
     "synthetic-skewed": Habits(skew=1.2, repeat=0.1),
     "synthetic-recent": Habits(skew=0.4, repeat=0.4),
-    # Kimi-K3's shape, a quarter of its layers
-    "synthetic-k3": Habits(n_layers=23, n_experts=896, top_k=16, block_bytes=11 << 20, n_tokens=1000),
+    # Kimi-K3's shape, 6 of its layers
+    "synthetic-k3": Habits(n_layers=6, n_experts=896, top_k=16, block_bytes=11 << 20, n_tokens=800),
 }

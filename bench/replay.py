@@ -32,7 +32,6 @@ from pypack.policy import DEFAULT_POLICY, POLICIES, make_policy
 from pypack.trace import Trace, read_trace
 
 BELADY, BYPASS = "belady", "belady-bypass"
-SGLANG_RULE = "freq-recency"
 DEFAULT_BUDGETS = "1%,2%,4%,8%,14%,25%,40%,60%"
 
 Row = dict[str, Any]
@@ -162,7 +161,7 @@ def main(
             print(f"\n### {name}\n\n{_facts(trace)}; {check_live(trace)}.\n\n{table(found)}")
             rows += found
             if out is not None and found:
-                draw_hit_rates(found, out / f"{name}.svg", default=DEFAULT_POLICY, sglang=SGLANG_RULE)
+                draw_hit_rates(found, out / f"{name}.svg", default=DEFAULT_POLICY)
         print(f"\n### All\n\n{ranking(rows)}")
         if out is not None:
             (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

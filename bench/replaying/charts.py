@@ -9,8 +9,8 @@ from typing import Any
 __all__ = ["draw_hit_rates"]
 
 
-def draw_hit_rates(rows: Sequence[dict[str, Any]], path: Path, *, default: str, sglang: str) -> None:
-    """An SVG of one trace's rows, as bench.replay makes them. The default policy and SGLang's rule stand out."""
+def draw_hit_rates(rows: Sequence[dict[str, Any]], path: Path, *, default: str) -> None:
+    """An SVG of one trace's rows, as bench.replay makes them. The default policy stands out."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -24,8 +24,8 @@ def draw_hit_rates(rows: Sequence[dict[str, Any]], path: Path, *, default: str, 
         shares = [100 * row["share"] for row in mine]
         is_bound = policy.startswith("belady")
         style: dict[str, Any] = {"color": "black", "linestyle": "--" if policy == "belady" else ":"} if is_bound else {}
-        style["linewidth"] = 2.5 if policy in (default, sglang) else 1.2
-        note = " (default)" if policy == default else " (SGLang's rule)" if policy == sglang else ""
+        style["linewidth"] = 2.5 if policy == default else 1.2
+        note = " (default)" if policy == default else ""
         rates.plot(shares, [100 * row["hit_rate"] for row in mine], label=policy + note, **style)
         if not is_bound:
             gap = [100 * (best[row["budget"]] - row["hit_rate"]) for row in mine]

@@ -66,18 +66,21 @@ def replay_compiled(trace: Trace, pools: Sequence[Pool], policy: Policy) -> Coun
 
 
 def _spec(policy: Policy, pool: Pool) -> _Spec:
-    limits = {
+    limit_names: dict[type[Policy], str] = {
         StaticHot: "_n_pinned",
         Slru: "_n_protected_max",
         S3Fifo: "_n_small_max",
         TinyLfu: "_n_window_max",
         ByBudget: "_offset",
     }
-    limit = getattr(policy, limits[type(policy)]) if type(policy) in limits else 0
-    period = policy._freeze_at if isinstance(policy, StaticHot) else 1
-    if isinstance(policy, AgedLfu | ByBudget | TinyLfu):
+    kind: type[Policy] = type(policy)
+    limit = getattr(policy, limit_names[kind]) if kind in limit_names else 0
+    period = 1
+    if isinstance(policy, StaticHot):
+        period = policy._freeze_at
+    elif isinstance(policy, AgedLfu | ByBudget | TinyLfu):
         period = policy._aged.period
-    return _Spec(_TWINS.index(type(policy)), pool.n_slots, limit, period)
+    return _Spec(_TWINS.index(kind), pool.n_slots, limit, period)
 
 
 def _at(array: NDArray[np.generic]) -> ctypes.c_void_p:

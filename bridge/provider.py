@@ -113,6 +113,8 @@ class Provider:
             return
         self._reader.close()
         self._slots.clear()
+        if not lib.expert_store_trace(self._store, ffi.NULL):
+            _log.warning("%s", _last_error())  # llama.cpp's log, where it was said first, may be off
         lib.expert_store_free(self._store)
         self._store = ffi.NULL
         _switch_often(False)

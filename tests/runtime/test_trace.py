@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 
 from bench.replaying.cache import replay_as_recorded
-from pypack.errors import DecodeError, UsageError
+from pypack.errors import DecodeError, TraceError, UsageError
 from pypack.pack import find_pack, open_pack
 from pypack.policy import POLICIES
 from pypack.trace import read_trace
 from pypack.trace_format import Kind
 from tests.compare import minimum_budget
-from tests.runtime.packed import FAULTS, evaluate, load, loaded, reads, variant
+from tests.runtime.packed import FAULTS, evaluate, load, loaded, reads, run_python, variant
 
 BATCHES = [20, *[1] * 12, 3, *[1] * 12, 40, *[1] * 20]  # prefill and decode, batches larger than the cache
 
@@ -95,13 +94,25 @@ def test_a_path_that_cannot_be_written_is_refused_at_load(tmp_path: Path) -> Non
         load(path, expert_pack=None, expert_trace=tmp_path / "x.trace")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = variant("two-groups", tmp_path)
+def test_a_full_disk_at_load_is_refused(tmp_path: Path) -> None:
     link = tmp_path / "full.trace"
-    with loaded(path, expert_cache="1GiB", expert_trace=tmp_path / "x.trace") as llm:
-        usual = evaluate(llm, [5, 1])
     link.symlink_to("/dev/full")
-    with caplog.at_level(logging.WARNING), pytest.raises(UsageError, match=r"full.trace: .*No space left"):
-        load(path, expert_trace=link)
-    assert usual.size
+    with pytest.raises(UsageError, match=r"full.trace: the expert trace can't be written: No space left"):
+        load(variant("two-groups", tmp_path), expert_trace=link)
+
+
+def test_a_write_that_fails_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
+    code = """
+import resource, sys
+from tests.runtime.packed import evaluate, loaded
+with loaded(sys.argv[1], expert_cache="1GiB", expert_trace=sys.argv[2]) as llm:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))  # the header fits, the records do not
+    print(evaluate(llm, [5, 1, 1]).shape[0])
+"""
+    trace = tmp_path / "x.trace"
+    run = run_python(code, variant("two-groups", tmp_path), trace)
+    assert (run.returncode, run.stdout) == (0, "7\n"), run.stderr
+    said = [line for line in run.stderr.splitlines() if "the expert trace is incomplete" in line]
+    assert len(said) == 1 and "x.trace: " in said[0], run.stderr
+    with pytest.raises(TraceError, match="has no end mark"):
+        read_trace(trace)

@@ -94,7 +94,7 @@ $(VENV)/tools: $(VENV)/python pyproject.toml
 	@touch $@
 
 $(BUILT): $(VENV)/tools pyproject.toml $(NATIVE_FILES)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,bench,dev]'
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,dev]'
 	@rm -f $(VENV)/built*
 	@touch $@
 

@@ -15,6 +15,7 @@ from pypack.counters import ExpertStats
 from pypack.errors import DecodeError, GGUFError, UsageError
 from pypack.ggml_types import NOT_COMPUTED_TYPES
 from pypack.pack import Pack, find_pack, open_pack
+from pypack.policy import DEFAULT_POLICY
 from pypack.reader import Verify
 from pypack.stats_file import StatsWriter
 
@@ -56,7 +57,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         expert_read_splits: parts that one expert is read in at most, in parallel.
         expert_stage_slots: experts that are read at the same time at most.
         expert_verify: check experts' checksums at the "first" read, at "every" read, or "off".
-        expert_policy: which experts leave the cache: "freq-age", "freq-recency" or "lru".
+        expert_policy: which experts leave the cache, one of ``pypack.POLICIES``; docs/POLICY.md compares them.
+        expert_trace: file that gets every lookup of experts, for ``python -m bench.replay`` and ``expert-pack heat``.
         expert_stats_path: file that gets the counters as JSON, every expert_stats_interval seconds and at close.
         **llama_kwargs: as for ``llama_cpp.Llama``; unlike there, unknown ones are refused.
 
@@ -80,7 +82,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         expert_read_splits: int = 4,
         expert_stage_slots: int = 12,
         expert_verify: Verify = "first",
-        expert_policy: str = "freq-age",
+        expert_policy: str = DEFAULT_POLICY,
+        expert_trace: str | os.PathLike[str] | None = None,
         expert_stats_path: str | os.PathLike[str] | None = None,
         expert_stats_interval: float = 10.0,
         **llama_kwargs: Any,
@@ -108,7 +111,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                     stage_slots=expert_stage_slots,
                     verify=expert_verify,
                     policy=expert_policy,
+                    trace=expert_trace,
                 )
+            elif expert_trace is not None:
+                raise UsageError("expert_trace is set, but there is nothing to record without expert_pack")
             elif expert_stats_path is not None:
                 raise UsageError("expert_stats_path is set, but there is nothing to count without expert_pack")
             if self._provider is not None:

@@ -18,11 +18,12 @@ from bridge.library import build_info
 from pypack.budget import cache_budget, parse_size, plan_pools
 from pypack.cache import ExpertCache
 from pypack.counters import Counters, ExpertStats
-from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError
+from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
 from pypack.host_memory import host_memory_free
 from pypack.policy import make_policy
 from pypack.reader import Reader, check_count
 from pypack.staging import StagingPool
+from pypack.trace_format import encode_header
 
 if TYPE_CHECKING:
     from pypack.pack import Pack
@@ -35,7 +36,8 @@ class Provider:
     """Experts of one model, from one pack. Create it before the model is loaded, close it after the model is freed.
 
     ``top_k``: experts that a token uses in a layer: the smallest cache. ``cache``: bytes, ``"20GiB"``, ``"60%"``
-    or ``"auto"``, see :func:`pypack.budget.cache_budget`; ``reserve``: memory to leave free.
+    or ``"auto"``, see :func:`pypack.budget.cache_budget`; ``reserve``: memory to leave free. ``trace``: file that
+    gets every acquire, see docs/FORMAT.md; it is complete when the provider is closed.
     Raises :class:`ExpertPackError`.
     """
 
@@ -52,6 +54,7 @@ class Provider:
         stage_slots: int,
         verify: Verify,
         policy: str,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._pack = pack
         self._top_k = top_k
@@ -79,6 +82,12 @@ class Provider:
             self._reader.close()
             raise NativeError(_last_error())
         _switch_often(True)
+        if trace is not None:
+            try:
+                self._start_trace(os.fspath(trace), policy)
+            except BaseException:
+                self.close()
+                raise
 
     def start(self, has_weights: bool = True) -> None:
         """Open the arenas of the loaded model's devices; no other model may take these experts from now on.
@@ -107,6 +116,8 @@ class Provider:
             return
         self._reader.close()
         self._slots.clear()
+        if not lib.expert_store_trace(self._store, ffi.NULL):
+            _log.warning("%s", _last_error())  # llama.cpp's log, where it was said first, may be off
         lib.expert_store_free(self._store)
         self._store = ffi.NULL
         _switch_often(False)
@@ -205,6 +216,19 @@ class Provider:
         if n < 0:
             raise OSError(-n, "the copy to the device failed" if -n == errno.EREMOTEIO else os.strerror(-n))
         return n
+
+    def _start_trace(self, path: str, policy: str) -> None:
+        header = encode_header(self._pack.layers, self._top_k, policy)
+        try:
+            with open(path, "wb") as file:
+                file.write(header)
+        except OSError as error:
+            raise UsageError(
+                f"{path}: the expert trace can't be written: {error.strerror}; "
+                "give a file in a folder that exists and is writable"
+            ) from error
+        if not lib.expert_store_trace(self._store, os.fsencode(path)):
+            raise UsageError(_last_error())
 
     # ---- registration
 

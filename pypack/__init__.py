@@ -16,6 +16,7 @@ from pypack.errors import (
     ReadError,
     SourceMismatchError,
     SpaceError,
+    TraceError,
     UsageError,
 )
 from pypack.inspect_pack import Description, describe
@@ -23,6 +24,7 @@ from pypack.manifest import Extent, Layer, Manifest, Role
 from pypack.pack import Pack, find_pack, open_pack
 from pypack.policy import POLICIES
 from pypack.reader import Reader
+from pypack.trace import Trace, read_trace
 from pypack.verify import Verification, verify
 
 __all__ = [
@@ -47,6 +49,8 @@ __all__ = [
     "Role",
     "SourceMismatchError",
     "SpaceError",
+    "Trace",
+    "TraceError",
     "UsageError",
     "Verification",
     "__version__",
@@ -56,5 +60,6 @@ __all__ = [
     "open_pack",
     "parse_size",
     "plan_pools",
+    "read_trace",
     "verify",
 ]

@@ -79,7 +79,10 @@ def cache_budget(
 
 @dataclass(frozen=True)
 class Pool:
-    """Slots ``first_slot .. first_slot + n_slots - 1``, in a row from byte ``offset`` of the arena."""
+    """Slots ``first_slot .. first_slot + n_slots - 1``, in a row from byte ``offset`` of the arena.
+
+    ``n_per_token``: experts of its layers that one token uses.
+    """
 
     block_bytes: int
     layers: tuple[int, ...]
@@ -87,6 +90,7 @@ class Pool:
     first_slot: int
     n_slots: int
     offset: int
+    n_per_token: int
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,9 @@ def plan_pools(
     pools: list[Pool] = []
     first_slot = offset = 0
     for size, n_expert, n in zip(sizes, n_experts, n_slots, strict=True):
-        pools.append(Pool(size, tuple(layer.index for layer in groups[size]), n_expert, first_slot, n, offset))
+        indices = tuple(layer.index for layer in groups[size])
+        n_per_token = sum(min(max(top_k, 1), layer.n_expert) for layer in groups[size])
+        pools.append(Pool(size, indices, n_expert, first_slot, n, offset, n_per_token))
         first_slot += n
         offset += n * size
     return PoolPlan(device, tuple(pools))

@@ -49,6 +49,7 @@ class ExpertCache:
         self._policy = policy
         self._counters = counters
         self._pools: list[Pool] = []
+        self._policies: list[Policy] = []  # [n_pools]
         self._free: list[list[int]] = []  # [n_pools] slots, the next one to use last
         self._pool_of_layer: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -72,6 +73,7 @@ class ExpertCache:
                     self._pool_of_layer[layer] = len(self._pools)
                     self.layer_slots[layer] = pool.n_slots
                 self._pools.append(pool)
+                self._policies.append(self._policy.for_pool(pool, len(self.freq)))
                 self._free.append(list(range(pool.first_slot + pool.n_slots - 1, pool.first_slot - 1, -1)))
             self.owner = np.concatenate((self.owner, np.full(plan.n_slots, _NONE, np.intp)))
             self.state = np.concatenate((self.state, np.full(plan.n_slots, FREE, np.int8)))
@@ -93,9 +95,12 @@ class ExpertCache:
                 raise ValueError(f"experts {list(missing)} of layer {layer} are repeated, or have a slot already")
             if layer not in self._pool_of_layer:
                 raise ValueError(f"layer {layer} has no slots: its arena was not added")
-            free = self._free[self._pool_of_layer[layer]]
+            pool_index = self._pool_of_layer[layer]
+            free = self._free[pool_index]
+            now = int(self._counters.array[Counter.ACQUIRES])
+            self._policies[pool_index].coming(keys.astype(np.intp), self.freq, self.last_use, now)
             n_victims = len(keys) - len(free)
-            victims = self._victims(layer, n_victims, kept[kept != _NONE]) if n_victims > 0 else []
+            victims = self._victims(layer, n_victims, kept[kept != _NONE], now) if n_victims > 0 else []
 
             slots = [free.pop() for _ in range(len(keys) - len(victims))] + victims
             self.owner[slots] = keys
@@ -135,9 +140,10 @@ class ExpertCache:
         keys: NDArray[np.int32] = np.array(numbers, dtype=np.int32) + np.int32(described.first_key)
         return keys
 
-    def _victims(self, layer: int, n: int, kept_slots: NDArray[np.int32]) -> list[int]:
+    def _victims(self, layer: int, n: int, kept_slots: NDArray[np.int32], now: int) -> list[int]:
         """The slots to take from their experts, which are nowhere then."""
-        pool = self._pools[self._pool_of_layer[layer]]
+        pool_index = self._pool_of_layer[layer]
+        pool = self._pools[pool_index]
         slots = self._evictable(pool, kept_slots)
         if len(slots) < n:
             raise BudgetError(
@@ -145,8 +151,7 @@ class ExpertCache:
                 "given up: raise the expert cache budget"
             )
         keys = self.owner.take(slots)
-        now = int(self._counters.array[Counter.ACQUIRES])
-        chosen = self._policy.victims(keys, n, self.freq, self.last_use, now)
+        chosen = self._policies[pool_index].victims(keys, n, self.freq, self.last_use, now)
         gone = keys[chosen]
         self.slot_of[gone] = _NONE
         self.place[gone] = _NONE

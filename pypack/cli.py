@@ -11,8 +11,10 @@ import click
 from pypack._version import __version__
 from pypack.convert import DEFAULT_SAFETY_MARGIN_BYTES, convert
 from pypack.errors import ExpertPackError
+from pypack.heat import draw_heat
 from pypack.inspect_pack import describe, format_table, to_json
 from pypack.progress import for_stderr
+from pypack.trace import read_trace
 from pypack.verify import verify
 from pypack.workers import DEFAULT_JOBS, MAX_JOBS
 
@@ -124,6 +126,18 @@ def inspect_command(path: Path, as_json: bool, budget: str | None) -> None:
     """Show the layers, roles, types and sizes of PATH, an expert pack or a model (.gguf)."""
     description = describe(path, budget)
     click.echo(to_json(description) if as_json else format_table(description))
+
+
+@cli.command("heat")
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="The .png or .svg to write. Default: beside TRACE, .svg.")
+@click.option("--ranked", is_flag=True, help="Each layer's experts from the most to the least used.")
+@click.option("--allow-cut", is_flag=True, help="Take what is there of a trace that was not ended.")
+def heat_command(trace: Path, out: Path | None, ranked: bool, allow_cut: bool) -> None:
+    """Draw which experts the run recorded in TRACE used: a row a layer, a column an expert."""
+    path = out or trace.with_suffix(".svg")
+    draw_heat(read_trace(trace, allow_cut=allow_cut), path, ranked=ranked)
+    click.echo(f"wrote {path}")
 
 
 def main(args: list[str] | None = None) -> None:

@@ -9,6 +9,7 @@ ExpertPackError           one clear sentence; the CLI prints it and exits 1
 ├── ReadError             the operating system refused a read or a write (carries ``errno``)
 ├── SpaceError            not enough room on the disk
 ├── DecodeError           a decode failed because an expert could not be brought in
+├── TraceError            a trace that is damaged, cut off, or not a trace
 ├── UsageError            options or paths that contradict each other or what is on the disk
 └── NativeError           the native library is missing, too old, or has another ABI
 """
@@ -26,6 +27,7 @@ __all__ = [
     "ReadError",
     "SourceMismatchError",
     "SpaceError",
+    "TraceError",
     "UsageError",
 ]
 
@@ -64,6 +66,10 @@ class ReadError(ExpertPackError):
 
 class SpaceError(ExpertPackError):
     """The disk has not enough free space."""
+
+
+class TraceError(ExpertPackError):
+    """A recorded trace is damaged or cut off, is not a trace, or lacks what was asked of it."""
 
 
 class UsageError(ExpertPackError):

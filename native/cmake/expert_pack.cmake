@@ -18,6 +18,7 @@ expert_pack_sources(ggml-base
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_store.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_acquire.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_read.cpp
+    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_trace.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_buffer.cpp)
 expert_pack_sources(llama ${CMAKE_CURRENT_SOURCE_DIR}/src/llama_expert.cpp)
 patched_sources(ggml-cpu ggml/src/ggml-cpu/ggml-cpu.c ggml/src/ggml-cpu/ggml-cpu.cpp)

@@ -108,6 +108,12 @@ int expert_store_start(expert_store * store);
 // How many of the described weights the loaded model took from this store.
 int32_t expert_store_n_claimed(const expert_store * store);
 
+// Appends every acquire from now on to the file, which must hold the header of a trace (docs/FORMAT.md); before the
+// model is loaded, or arenas are missing. NULL ends the trace, as expert_store_free() does. 1 on success, else 0 and
+// expert_last_error(): the file can't be opened, or the trace that ends is incomplete. A write that fails in between
+// is logged once, ends the trace and disturbs no decode.
+int expert_store_trace(expert_store * store, const char * path);
+
 // What is read into these bytes of staging memory from now on belongs into a slot.
 void expert_store_stage(expert_store * store, const void * buffer, uint64_t n_bytes, int32_t slot);
 // Reads n_bytes of an open file at offset into a slot or staging memory, in n_parts parts at most at the same time; from

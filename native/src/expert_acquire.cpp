@@ -8,12 +8,17 @@
 // Reads go on while the threads compute what is already there. For a device a pass is as many experts as fit at once.
 #include "expert_store.h"
 
+#include <algorithm>
 #include <chrono>
 
-static void count_acquire(expert_store * store, const expert_layer & layer, const std::vector<int32_t> & active) {
+static void count_acquire(expert_store * store, int32_t index, const std::vector<int32_t> & active, int64_t n_rows) {
+    const expert_layer &  layer  = store->layers[index];
     const expert_tables & tables = store->tables;
-    const int64_t         now    = ++store->now;
-    int64_t               n_hits = 0;
+    if (store->trace) {
+        expert_trace_acquire(*store->trace, index, active, n_rows, tables.layer_slots[index]);
+    }
+    const int64_t now    = ++store->now;
+    int64_t       n_hits = 0;
     for (int32_t expert : active) {
         const int32_t key = layer.first_key + expert;
         tables.freq[key]++;
@@ -52,6 +57,10 @@ static bool fetch(expert_store * store, std::unique_lock<std::mutex> & lock) {
     const bool ok = store->provider.fetch(store->provider.user, op.layer, missing.data(), (int32_t) missing.size(), active.data(),
                         (int32_t) active.size(), slots.data()) != 0;
     lock.lock();
+    if (ok && store->trace) {
+        std::rotate(active.begin(), active.end() - missing.size(), active.end()); // the missing ones first
+        expert_trace_fetch(*store->trace, op.layer, active, missing.size());
+    }
     if (!ok) { // what was not started will not end
         for (int32_t expert : missing) {
             op.n_in_flight -= op.in_flight[expert];
@@ -132,6 +141,13 @@ static std::unique_lock<std::mutex> take_store(expert_store * store, int32_t lay
     return lock;
 }
 
+// A fetch that does not follow from an acquire of this op has a record of its own.
+static void forget_implied(expert_store * store) {
+    if (store->trace) {
+        store->trace->implied = false;
+    }
+}
+
 static bool ready_to_compute(expert_store * store, int32_t layer, std::unique_lock<std::mutex> & lock) {
     lock.unlock();
     const bool open = expert_store_open_arena(store, store->layer_dev[layer]) != nullptr;
@@ -155,6 +171,7 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
     const expert_role &          role  = layer.roles[ref->role];
     std::unique_lock<std::mutex> lock  = take_store(store, ref->layer, role.offset, n_threads);
     expert_op &                  op    = store->op;
+    forget_implied(store);
     if (bad_id) {
         store->error = "the router of " + std::string(role.tensor) + " chose expert " + std::to_string(*bad_id) + " of " +
                        std::to_string(layer.n_expert);
@@ -164,7 +181,9 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
     if (!ready_to_compute(store, ref->layer, lock)) {
         return;
     }
+    int64_t n_rows = 0;
     for (int32_t expert = 0; expert < layer.n_expert; expert++) {
+        n_rows += rows[expert];
         if (rows[expert] > 0) {
             op.todo.push_back(expert);
         }
@@ -176,28 +195,29 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
         seen = 0;
     }
     if (seen == 0) {
-        count_acquire(store, layer, op.todo);
+        count_acquire(store, ref->layer, op.todo, n_rows);
     }
     seen |= bit;
     next_pass(store, lock);
 }
 
-void expert_layer_begin(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, bool count) {
+void expert_layer_begin(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows) {
     std::unique_lock<std::mutex> lock = take_store(store, layer, 0, 1);
     if (!ready_to_compute(store, layer, lock)) {
         return;
     }
     store->op.as_they_come = false;
     store->op.todo         = experts;
-    if (count) {
-        count_acquire(store, store->layers[layer], experts);
+    if (n_rows > 0) {
+        forget_implied(store);
+        count_acquire(store, layer, experts, n_rows);
     }
     next_pass(store, lock);
 }
 
-void expert_layer_count(expert_store * store, int32_t layer, const std::vector<int32_t> & experts) {
+void expert_layer_count(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows) {
     std::lock_guard<std::mutex> lock(store->mutex);
-    count_acquire(store, store->layers[layer], experts);
+    count_acquire(store, layer, experts, n_rows);
 }
 
 void expert_store_set_error(expert_store * store, const std::string & why) {

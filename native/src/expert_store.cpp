@@ -147,7 +147,22 @@ void expert_store_free(expert_store * store) {
             }
         }
     }
+    expert_store_trace(store, nullptr); // while the provider's counters are alive
     expert_store_unref(store);
+}
+
+int expert_store_trace(expert_store * store, const char * path) {
+    std::lock_guard<std::mutex> lock(store->mutex);
+    bool                        ok = true;
+    if (store->trace) {
+        ok = expert_trace_end(*store->trace, store->tables.counters);
+        store->trace.reset();
+    }
+    if (path) {
+        store->trace = expert_trace_open(path);
+        ok           = store->trace != nullptr;
+    }
+    return ok;
 }
 
 int32_t      expert_store_n_claimed(const expert_store * store) { return store->n_claimed; }
@@ -257,6 +272,15 @@ static expert_arena * find_arena(expert_store * store, ggml_backend_dev_t dev) {
     return nullptr;
 }
 
+static void trace_slots(expert_store * store, const std::vector<int32_t> & layers) {
+    std::lock_guard<std::mutex> lock(store->mutex);
+    if (store->trace) {
+        for (int32_t layer : layers) {
+            expert_trace_slots(*store->trace, layer, (int32_t) store->arenas.size() - 1, store->tables.layer_slots[layer]);
+        }
+    }
+}
+
 expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev) {
     if (expert_arena * arena = find_arena(store, dev)) {
         return arena;
@@ -281,6 +305,7 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
     if (!store->provider.open_arena(store->provider.user, device, free, layers.data(), (int32_t) layers.size())) {
         return nullptr;
     }
+    trace_slots(store, layers);
     return find_arena(store, dev);
 }
 
@@ -338,6 +363,9 @@ void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, in
 
 void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, const char * why) {
     std::lock_guard<std::mutex> lock(store->mutex);
+    if (store->trace) {
+        expert_trace_read_failed(*store->trace, layer, expert);
+    }
     if (read_ended(store, layer, expert)) {
         store->op.failed = true;
         store->error     = why;

@@ -4,6 +4,7 @@
 #include "expert_hooks.h"
 #include "expert_provider.h"
 #include "expert_read.h"
+#include "expert_trace.h"
 
 #include "ggml-backend-impl.h"
 
@@ -85,6 +86,7 @@ struct expert_store {
     std::vector<uint32_t>                      roles_seen;     // [layer] roles computed since the layer was last acquired
     int64_t                                    now = 0;        // number of the last acquire
     std::string                                error;          // why the last failed decode failed
+    std::unique_ptr<expert_trace>              trace;          // NULL: nobody wants one
     bool                                       broken = false; // bytes were handed out wrong: the next op fails
 
     const int32_t *  slot_of(int32_t layer) const { return tables.slot_of + layers[layer].first_key; }
@@ -108,12 +110,13 @@ bool expert_store_write(expert_store * store, int32_t slot, uint64_t offset, con
 
 // ---- a whole layer in device memory: begin, then passes over its experts while op.todo is not empty, then give back
 
-// Takes the store and makes the first pass. experts: distinct, in range. count: an acquire of its own.
-void expert_layer_begin(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, bool count);
+// Takes the store, counts the acquire and makes the first pass. experts: distinct, in range. n_rows: pairs of token and
+// expert, 0: expert_layer_count() has counted it.
+void expert_layer_begin(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows);
 void expert_store_next_pass(expert_store * store);
 // False if a read failed. The last thread of the op frees the store for the next one.
 bool expert_store_give_back(expert_store * store);
 // Counts an acquire whose experts are all resident.
-void expert_layer_count(expert_store * store, int32_t layer, const std::vector<int32_t> & experts);
+void expert_layer_count(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows);
 // Fails the decode in progress with a reason.
 void expert_store_set_error(expert_store * store, const std::string & why);

@@ -14,7 +14,8 @@ from pypack.cache import FREE, LOADING, RESIDENT, ExpertCache
 from pypack.counters import Counter, Counters
 from pypack.errors import BudgetError
 from pypack.layout import Layer
-from pypack.policy import DEFAULT_POLICY, Lru, make_policy
+from pypack.policy import DEFAULT_POLICY, make_policy
+from pypack.policy_scores import Lru
 from tests.unit.fake_pack import make_layers
 
 

@@ -43,8 +43,8 @@ def test_every_command_and_option_has_help(name: str, command: click.Command) ->
             assert parameter.human_readable_name in command.help
 
 
-def test_the_three_commands() -> None:
-    assert set(cli.commands) == {"convert", "verify", "inspect"}
+def test_the_commands() -> None:
+    assert set(cli.commands) == {"convert", "verify", "inspect", "heat"}
 
 
 @pytest.mark.parametrize("args", [["--help"], ["-h"], ["convert", "--help"], ["verify", "-h"], ["inspect", "-h"]])

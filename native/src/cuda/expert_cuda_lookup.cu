@@ -42,7 +42,7 @@ void expert_cuda_lookup_node(ggml_backend_cuda_context & ctx, const ggml_tensor 
 // Answers a lookup that found a miss, whose acquire is counted. False if the experts could not be brought in.
 static bool answer(expert_cuda_state & state, const expert_span & span, const std::vector<int32_t> & experts) {
     expert_store * store = span.ref->store;
-    expert_layer_begin(store, span.ref->layer, experts, false);
+    expert_layer_begin(store, span.ref->layer, experts, 0);
     const bool                 complete = store->op.todo.empty();
     std::vector<expert_update> changed;
     if (!store->op.failed) {
@@ -71,7 +71,7 @@ struct acquire_counter {
     void count_one() {
         const expert_span & span = looked_up[next++];
         if (expert_cuda_distinct_ids(span.ref, ids_of(state, span), n_ids_of(span), experts)) {
-            expert_layer_count(span.ref->store, span.ref->layer, experts);
+            expert_layer_count(span.ref->store, span.ref->layer, experts, (int64_t) n_ids_of(span));
         }
     }
     void count_to(size_t end) {

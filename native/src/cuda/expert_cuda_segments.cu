@@ -170,7 +170,7 @@ static enum ggml_status run_span(
     if (!expert_cuda_distinct_ids(span.ref, ids, span.ids->ne[0] * span.ids->ne[1], experts)) {
         return GGML_STATUS_FAILED;
     }
-    expert_layer_begin(store, span.ref->layer, experts, true);
+    expert_layer_begin(store, span.ref->layer, experts, span.ids->ne[0] * span.ids->ne[1]);
     enum ggml_status status = GGML_STATUS_SUCCESS;
     if (!store->op.failed && !store->op.todo.empty()) {
         status = run_passes(backend, cgraph, span, compute, *state, experts);

@@ -1,0 +1,1 @@
+"""Replay of recorded expert lookups against cache policies."""

@@ -1,0 +1,223 @@
+"""The expert cache without its reads: the same slots, policies and order as pypack.cache, as fast as numpy allows.
+
+A pool's slots fill from the first one up; a victim's slot is taken by the next missing expert in order, a failed
+read's slot is the next free one. Candidates are listed by slot. So a policy sees what it saw in the run, down to ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.replaying.belady import Belady, future_of
+from pypack.budget import Pool
+from pypack.policy_base import Policy
+from pypack.trace import Trace
+from pypack.trace_format import Kind
+
+__all__ = ["Counts", "replay", "replay_as_recorded"]
+
+_MAX_RUN = 1024  # acquires looked at together while nothing is missing
+
+
+@dataclass
+class Counts:
+    """As in ExpertStats; ``decode_*``: of acquires for one token."""
+
+    acquires: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    decode_hits: int = 0
+    decode_misses: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        wanted = self.hits + self.misses
+        return self.hits / wanted if wanted else 0.0
+
+    @property
+    def decode_hit_rate(self) -> float:
+        wanted = self.decode_hits + self.decode_misses
+        return self.decode_hits / wanted if wanted else 0.0
+
+
+class _Pool:
+    """Slots of one size, numbered from 0, and their policy."""
+
+    def __init__(self, pool: Pool, policy: Policy) -> None:
+        self.n_slots = pool.n_slots
+        self.policy = policy
+        self.owner: NDArray[np.intp] = np.full(pool.n_slots, -1, np.intp)
+        self.free = list(range(pool.n_slots - 1, -1, -1))
+        self.may_go = np.zeros(pool.n_slots, np.bool_)  # holds an expert
+
+
+class _Cache:
+    def __init__(self, trace: Trace, pools: Sequence[Pool], policy: Policy) -> None:
+        self.freq = np.zeros(trace.n_keys, np.int64)
+        self.last_use = np.zeros(trace.n_keys, np.int64)
+        self.place = np.full(trace.n_keys, -1, np.intp)
+        self.counts = Counts()
+        self.pool_of_layer: list[_Pool] = [None] * len(trace.layers)  # type: ignore[list-item]
+        for pool in pools:
+            made = _Pool(pool, policy.for_pool(pool, trace.n_keys))
+            for layer in pool.layers:
+                self.pool_of_layer[layer] = made
+
+    def fetch(self, pool: _Pool, missing: NDArray[np.intp], kept_slots: NDArray[np.intp], now: int) -> None:
+        """Give each of missing a slot, not one of kept_slots."""
+        pool.policy.coming(missing, self.freq, self.last_use, now)
+        n_victims = len(missing) - len(pool.free)
+        if n_victims <= 0:
+            slots = np.array([pool.free.pop() for _ in range(len(missing))], np.intp)
+        else:
+            pool.may_go[kept_slots] = False
+            candidate_slots = np.flatnonzero(pool.may_go)
+            pool.may_go[kept_slots] = True
+            candidates = pool.owner.take(candidate_slots)
+            chosen = pool.policy.victims(candidates, n_victims, self.freq, self.last_use, now)
+            self.place[candidates[chosen]] = -1
+            slots = candidate_slots[chosen]
+            if pool.free:
+                slots = np.concatenate((np.array(pool.free[::-1], np.intp), slots))
+                pool.free.clear()
+            self.counts.evictions += n_victims
+        pool.owner[slots] = missing
+        pool.may_go[slots] = True
+        self.place[missing] = slots
+
+    def fetch_in_passes(self, pool: _Pool, missing: NDArray[np.intp], hits: NDArray[np.intp], now: int) -> None:
+        """More experts than slots: as many as fit beside those that are there, then the rest in full passes."""
+        n = pool.n_slots - len(hits)
+        if n > 0:
+            self.fetch(pool, missing[:n], self.place[hits], now)
+        for i in range(n, len(missing), pool.n_slots):
+            part = missing[i : i + pool.n_slots]
+            self.fetch(pool, part, np.empty(0, np.intp), now)
+
+    def read_failed(self, pool: _Pool, key: int) -> None:
+        slot = int(self.place[key])
+        pool.owner[slot] = self.place[key] = -1
+        pool.may_go[slot] = False
+        pool.free.append(slot)
+
+    def count(self, keys: NDArray[np.intp], now: int) -> NDArray[np.bool_]:
+        """What native does at an acquire; which keys are there."""
+        self.freq[keys] += 1
+        self.last_use[keys] = now
+        there: NDArray[np.bool_] = self.place.take(keys) >= 0
+        n_hits = int(np.count_nonzero(there))
+        self.counts.acquires += 1
+        self.counts.hits += n_hits
+        self.counts.misses += len(keys) - n_hits
+        return there
+
+
+def replay_as_recorded(trace: Trace, policy: Policy, pools: Sequence[Pool] | None = None) -> Counts:
+    """The run again, with its own passes and failed reads: gives the live counters if the policy is the same.
+
+    ``pools``: those of the run.
+    """
+    cache = _Cache(trace, trace.recorded_pools() if pools is None else pools, policy)
+    keys = trace.keys().astype(np.intp)
+    now = 0
+    for i in range(len(trace.kind)):
+        kind, number = trace.kind[i], int(trace.number[i])
+        pool, wanted = cache.pool_of_layer[trace.layer[i]], keys[trace.start[i] : trace.start[i + 1]]
+        if kind == Kind.ACQUIRE:
+            now += 1
+            there = cache.count(wanted, now)
+            missing = wanted[~there]
+            if len(wanted) <= pool.n_slots and len(missing):
+                cache.fetch(pool, missing, cache.place[wanted[there]], now)
+        elif kind == Kind.FETCH:
+            cache.fetch(pool, wanted[:number], cache.place[wanted[number:]], now)
+        elif kind == Kind.READ_FAILED:
+            cache.read_failed(pool, int(wanted[0]))
+    return cache.counts
+
+
+def replay(
+    trace: Trace, pools: Sequence[Pool], policy: Policy, progress: Callable[[int], None] = lambda _: None
+) -> Counts:
+    """The acquires of the trace with other pools or another policy. ``progress``: gets the number of acquires done."""
+    trace = trace.only_acquires()
+    run = _Run(trace, _Cache(trace, pools, policy), policy)
+    n_events, i, n_together = len(trace.layer), 0, 1
+    while i < n_events:
+        end = run.first_miss(i, min(i + n_together, n_events))
+        if end > i:
+            run.hit(i, end)
+            n_together = min(2 * n_together, _MAX_RUN)
+            i = end
+        else:
+            run.miss(i)
+            n_together = 1
+            i += 1
+        if not i & 0xFFF:
+            progress(i)
+    return run.cache.counts
+
+
+class _Run:
+    """The acquires of a trace, handed to the cache one miss or several hits at a time."""
+
+    def __init__(self, trace: Trace, cache: _Cache, policy: Policy) -> None:
+        self.cache = cache
+        self._keys = trace.keys().astype(np.intp)
+        self._start = trace.start
+        self._starts: list[int] = trace.start.tolist()
+        self._layers: list[int] = trace.layer.tolist()
+        decode_sizes = np.where(trace.number <= trace.top_k, np.diff(trace.start), 0)
+        self._n_decode = np.concatenate((np.zeros(1, np.int64), np.cumsum(decode_sizes))).tolist()
+        self._next_use = self._future = None
+        if isinstance(policy, Belady):
+            self._next_use, self._future = policy.next_use, future_of(trace.start, self._keys)
+
+    def first_miss(self, first: int, last: int) -> int:
+        """The first acquire of first .. last - 1 that misses something, or last."""
+        start = self._starts[first]
+        there = self.cache.place.take(self._keys[start : self._starts[last]]) >= 0
+        n_there = int(there.argmin())
+        if there[n_there]:
+            return last
+        if last - first == 1:
+            return first
+        return int(np.searchsorted(self._start[first : last + 1], start + n_there, "right")) - 1 + first
+
+    def hit(self, first: int, last: int) -> None:
+        """Acquires first .. last - 1 miss nothing."""
+        cache, start, end = self.cache, self._starts[first], self._starts[last]
+        keys = self._keys[start:end]
+        if last - first == 1:
+            cache.freq[keys] += 1
+            cache.last_use[keys] = first + 1
+        else:
+            np.add.at(cache.freq, keys, 1)
+            sizes = np.diff(self._start[first : last + 1])
+            cache.last_use[keys] = np.repeat(np.arange(first + 1, last + 1), sizes)  # of equal keys, the last counts
+        if self._next_use is not None and self._future is not None:
+            self._next_use[keys] = self._future[start:end]
+        cache.counts.acquires += last - first
+        cache.counts.hits += end - start
+        cache.counts.decode_hits += self._n_decode[last] - self._n_decode[first]
+
+    def miss(self, i: int) -> None:
+        """Acquire i misses something."""
+        cache, start, end = self.cache, self._starts[i], self._starts[i + 1]
+        keys, pool = self._keys[start:end], cache.pool_of_layer[self._layers[i]]
+        if self._next_use is not None and self._future is not None:
+            self._next_use[keys] = self._future[start:end]
+        there = cache.count(keys, i + 1)
+        missing, hits = keys[~there], keys[there]
+        if self._n_decode[i + 1] > self._n_decode[i]:
+            cache.counts.decode_hits += len(hits)
+            cache.counts.decode_misses += len(missing)
+        if len(keys) <= pool.n_slots:
+            cache.fetch(pool, missing, cache.place[hits], i + 1)
+        else:
+            cache.fetch_in_passes(pool, missing, hits, i + 1)

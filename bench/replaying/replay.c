@@ -1,0 +1,178 @@
+// The replay of cache.py and the policies of pypack/policy_*.py, compiled: a million acquires in seconds.
+// The Python classes are the definition; tests/unit/test_replay.py holds both against each other, eviction for
+// eviction. A policy that is not here is replayed by cache.py.
+//
+// Keys are (layer, expert); each belongs to one pool of slots, so what policies remember by key is in one table.
+#include "policies.h"
+
+static void fetch(run * r, pool * p, const int64_t * missing, int64_t n_missing, const uint8_t * mine) {
+    coming(r, p, missing, n_missing);
+    const int64_t n_free    = p->spec.n_slots - p->n_used;
+    const int64_t n_victims = n_missing - n_free;
+    int64_t       next      = p->n_used;
+    if (n_victims > 0) {
+        r->n = 0;
+        for (int64_t slot = 0; slot < p->n_used; slot++) {
+            if (!r->kept[p->owner[slot]]) {
+                r->candidates[r->n] = p->owner[slot];
+                r->slots[r->n++]    = slot;
+            }
+        }
+        for (int64_t i = 0; i < n_missing; i++) {
+            r->kept[missing[i]] = 1; // already queued, not there yet
+        }
+        choose(r, p, n_victims, mine);
+        for (int64_t i = 0; i < n_missing; i++) {
+            r->kept[missing[i]] = 0;
+        }
+        for (int64_t i = 0; i < n_victims; i++) {
+            r->slot[r->candidates[r->chosen[i]]] = -1;
+        }
+        r->out->evictions += n_victims;
+    }
+    for (int64_t i = 0; i < n_missing; i++) {
+        const int64_t slot  = i < n_free ? next++ : r->slots[r->chosen[i - n_free]];
+        p->owner[slot]      = missing[i];
+        r->slot[missing[i]] = slot;
+    }
+    p->n_used = next;
+}
+
+// Keeps the best of what was there and what came.
+static void bypass(run * r, pool * p, const int64_t * missing, int64_t n_missing) {
+    int64_t n = 0;
+    for (int64_t i = 0; i < p->n_used + n_missing; i++) {
+        const int64_t key = i < p->n_used ? p->owner[i] : missing[i - p->n_used];
+        r->slot[key]      = 0;
+        r->work[n]        = key;
+        r->scores[n++]    = (score){(double) -r->next_use[key], 0, key};
+    }
+    const int64_t n_gone = smallest(r->scores, n, n - p->spec.n_slots);
+    for (int64_t i = 0; i < n_gone; i++) {
+        r->slot[r->scores[i].index] = -1;
+    }
+    p->n_used = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (r->slot[r->work[i]] == 0) {
+            p->owner[p->n_used++] = r->work[i];
+        }
+    }
+}
+
+static void miss(run * r, pool * p, const int64_t * keys, int64_t n_keys, int64_t * missing, const uint8_t * mine) {
+    int64_t n_missing = 0;
+    for (int64_t i = 0; i < n_keys; i++) {
+        if (r->slot[keys[i]] < 0) {
+            missing[n_missing++] = keys[i];
+        }
+    }
+    if (p->spec.policy == BELADY_BYPASS) {
+        bypass(r, p, missing, n_missing);
+        return;
+    }
+    const int64_t n_hits = n_keys - n_missing;
+    int64_t       n      = p->spec.n_slots - n_hits; // what fits beside those that are there
+    n                    = n > n_missing ? n_missing : n;
+    if (n > 0) {
+        for (int64_t i = 0; i < n_keys; i++) {
+            r->kept[keys[i]] = r->slot[keys[i]] >= 0;
+        }
+        fetch(r, p, missing, n, mine);
+        for (int64_t i = 0; i < n_keys; i++) {
+            r->kept[keys[i]] = 0;
+        }
+    }
+    for (; n < n_missing; n += p->spec.n_slots) {
+        const int64_t left = n_missing - n;
+        fetch(r, p, missing + n, left < p->spec.n_slots ? left : p->spec.n_slots, mine);
+    }
+}
+
+static pool new_pool(pool_spec spec, int64_t n_keys) {
+    pool p  = {.spec = spec, .due = spec.period};
+    p.owner = calloc((size_t) spec.n_slots, sizeof(int64_t));
+    p.base  = calloc((size_t) n_keys, sizeof(double));
+    p.seen  = calloc((size_t) n_keys, sizeof(int64_t));
+    for (int i = 0; i < 2; i++) {
+        p.ghosts[i] = new_list(n_keys);
+        p.queues[i] = new_list(n_keys);
+    }
+    return p;
+}
+
+static void free_pool(pool * p) {
+    free(p->owner);
+    free(p->base);
+    free(p->seen);
+    for (int i = 0; i < 2; i++) {
+        free(p->ghosts[i].before);
+        free(p->ghosts[i].after);
+        free(p->queues[i].before);
+        free(p->queues[i].after);
+    }
+}
+
+// start: [n_events + 1] into keys and future; future: [n_lookups] number of the next acquire that asks for the key.
+void replay(int64_t n_events, int64_t n_keys, const int64_t * start, const int32_t * pool_of, const uint8_t * is_decode,
+    const int64_t * keys, const int64_t * future, const int32_t * pool_of_key, int64_t n_pools, const pool_spec * specs,
+    counts * out) {
+    const size_t n_tables = 9, n_most = (size_t) (3 * n_keys + 1);
+    int64_t *    tables  = calloc(n_tables * n_most, sizeof(int64_t));
+    uint8_t *    flags   = calloc(4 * (size_t) (n_keys + 1), 1);
+    run          r       = {.n_keys = n_keys,
+                       .freq        = tables,
+                       .last_use    = tables + n_most,
+                       .next_use    = tables + 2 * n_most,
+                       .slot        = tables + 3 * n_most,
+                       .entered     = tables + 4 * n_most,
+                       .candidates  = tables + 5 * n_most,
+                       .slots       = tables + 6 * n_most,
+                       .chosen      = tables + 7 * n_most,
+                       .work        = tables + 8 * n_most,
+                       .flag        = flags,
+                       .ghost       = flags + n_keys + 1,
+                       .kept        = flags + 2 * (n_keys + 1),
+                       .known       = flags + 3 * (n_keys + 1),
+                       .scores      = malloc((size_t) (2 * n_keys + 1) * sizeof(score)),
+                       .out         = out};
+    int64_t *    missing = malloc((size_t) n_keys * sizeof(int64_t));
+    uint8_t *    mine    = calloc((size_t) (n_pools * n_keys), 1);
+    pool *       pools   = malloc((size_t) n_pools * sizeof(pool));
+    memset(out, 0, sizeof(*out));
+    for (int64_t i = 0; i < n_pools; i++) {
+        pools[i] = new_pool(specs[i], n_keys);
+    }
+    for (int64_t key = 0; key < n_keys; key++) {
+        r.slot[key]                           = -1;
+        mine[pool_of_key[key] * n_keys + key] = 1;
+    }
+    for (int64_t event = 0; event < n_events; event++) {
+        int64_t       n_hits = 0;
+        const int64_t n      = start[event + 1] - start[event];
+        r.now                = event + 1;
+        for (int64_t i = start[event]; i < start[event + 1]; i++) {
+            r.freq[keys[i]]++;
+            r.last_use[keys[i]] = r.now;
+            r.next_use[keys[i]] = future[i];
+            n_hits += r.slot[keys[i]] >= 0;
+        }
+        out->acquires++;
+        out->hits += n_hits;
+        out->misses += n - n_hits;
+        out->decode_hits += is_decode[event] ? n_hits : 0;
+        out->decode_misses += is_decode[event] ? n - n_hits : 0;
+        if (n_hits < n) {
+            const int32_t p = pool_of[event];
+            miss(&r, &pools[p], keys + start[event], n, missing, mine + p * n_keys);
+        }
+    }
+    for (int64_t i = 0; i < n_pools; i++) {
+        free_pool(&pools[i]);
+    }
+    free(pools);
+    free(mine);
+    free(missing);
+    free(r.scores);
+    free(flags);
+    free(tables);
+}

@@ -1,0 +1,135 @@
+"""Made-up traces with the habits of routers, for what no small model shows: many layers, drift, changes of topic.
+
+Each layer has its own Zipf distribution over its experts: the expert of rank r is chosen with weight r^-skew. Three
+things move it, as text does:
+
+    drift     a share of the ranks changes places every DRIFT_TOKENS tokens
+    topics    every `topic_tokens` tokens the ranks of half of the experts are those of another topic, which comes back
+    repeat    with this probability a token chooses an expert of the token before again
+
+Tokens come in requests: a prompt evaluated in batches, where an acquire names every expert that some token of the
+batch uses, then single tokens. The same arguments give the same trace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypack.layout import Layer
+from pypack.trace import Trace
+from pypack.trace_format import Kind
+
+__all__ = ["Habits", "synthetic_trace"]
+
+DRIFT_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Habits:
+    """``n_tokens`` in requests of ``prompt_tokens`` (in batches of ``batch``) and ``answer_tokens``."""
+
+    n_layers: int = 12
+    n_experts: int = 256
+    top_k: int = 6
+    block_bytes: int = 13 << 20
+    skew: float = 0.8
+    drift: float = 0.02
+    n_topics: int = 4
+    topic_tokens: int = 300
+    repeat: float = 0.2
+    prompt_tokens: int = 0
+    batch: int = 512
+    answer_tokens: int = 200
+    n_tokens: int = 1200
+
+
+def synthetic_trace(habits: Habits, seed: int = 1) -> Trace:
+    random = np.random.default_rng(seed)
+    chosen = _choices(habits, random)
+    layer, step, number, ids = [], [], [], []
+    for i, (first, last) in enumerate(_batches(habits)):
+        for index in range(habits.n_layers):
+            experts = np.unique(chosen[first:last, index])
+            layer.append(index)
+            step.append(i)
+            number.append((last - first) * habits.top_k)
+            ids.append(experts)
+    sizes = np.array([len(experts) for experts in ids], np.int64)
+    h = habits
+    layers = tuple(Layer(i, i, "exps", h.n_experts, i * h.n_experts, h.block_bytes, ()) for i in range(h.n_layers))
+    return Trace(
+        "synthetic", "", h.top_k, layers, np.full(len(layer), Kind.ACQUIRE, np.uint8), np.array(layer, np.int32),
+        np.array(step, np.int64), np.array(number, np.int64), np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes))),
+        np.concatenate(ids).astype(np.int32),
+    )  # fmt: skip
+
+
+def _batches(habits: Habits) -> list[tuple[int, int]]:
+    """(first, last + 1) token of each batch."""
+    batches: list[tuple[int, int]] = []
+    at = 0
+    while at < habits.n_tokens:
+        prompt_end = min(at + habits.prompt_tokens, habits.n_tokens)
+        while at < prompt_end:
+            batches.append((at, min(at + habits.batch, prompt_end)))
+            at = batches[-1][1]
+        for _ in range(min(habits.answer_tokens, habits.n_tokens - at)):
+            batches.append((at, at + 1))
+            at += 1
+    return batches
+
+
+def _choices(habits: Habits, random: np.random.Generator) -> NDArray[np.int32]:
+    """[token, layer, top_k] distinct experts: those with the largest log weight + Gumbel noise."""
+    n, n_layers = habits.n_experts, habits.n_layers
+    log_weight = -habits.skew * np.log(np.arange(1, n + 1, dtype=np.float32))
+    topics = _topics(habits, random)
+    rows = np.arange(n_layers)[:, None]
+    chosen = np.empty((habits.n_tokens, n_layers, habits.top_k), np.int32)
+    score_of = np.empty((habits.n_topics, n_layers, n), np.float32)
+    for token in range(habits.n_tokens):
+        if token % DRIFT_TOKENS == 0:
+            for topic, scores in zip(topics, score_of, strict=True):
+                _swap(topic, int(habits.drift * n), random)
+                np.put_along_axis(scores, topic, np.broadcast_to(log_weight, topic.shape), 1)
+        noise = -np.log(np.maximum(random.standard_exponential((n_layers, n), np.float32), np.float32(1e-30)))
+        score = score_of[token // habits.topic_tokens % habits.n_topics] + noise
+        if token:
+            again = random.random((n_layers, habits.top_k)) < habits.repeat
+            previous = chosen[token - 1]
+            score[rows, previous] += np.where(again, np.float32(1e6), np.float32(0))
+        chosen[token] = np.argpartition(score, n - habits.top_k, axis=1)[:, n - habits.top_k :]
+    return chosen
+
+
+def _topics(habits: Habits, random: np.random.Generator) -> list[NDArray[np.int64]]:
+    """[layer, rank] -> expert, for each topic; topics give half of the experts, the same ones, other ranks."""
+    n = habits.n_experts
+    first = np.stack([random.permutation(n) for _ in range(habits.n_layers)])
+    topics = [first.copy() for _ in range(habits.n_topics)]
+    for layer in range(habits.n_layers):
+        ranks = random.permutation(n)[: n // 2]
+        for topic in topics[1:]:
+            topic[layer, ranks] = random.permutation(first[layer, ranks])
+    return topics
+
+
+def _swap(topic: NDArray[np.int64], n: int, random: np.random.Generator) -> None:
+    for row in topic:
+        ranks = random.permutation(len(row))[: 2 * n]
+        row[ranks] = row[ranks[::-1]]
+
+
+PRESETS: dict[str, Habits] = {
+    # DeepSeek-V4-Flash's shape, 12 of its layers: single tokens, and requests with prompts
+    "synthetic-dsv4": Habits(),
+    "synthetic-dsv4-requests": Habits(prompt_tokens=300, batch=128),
+    # strong favourites; weak favourites, but a token likes what the one before used
+    "synthetic-skewed": Habits(skew=1.2, repeat=0.1),
+    "synthetic-recent": Habits(skew=0.4, repeat=0.4),
+    # Kimi-K3's shape, 6 of its layers
+    "synthetic-k3": Habits(n_layers=6, n_experts=896, top_k=16, block_bytes=11 << 20, n_tokens=800),
+}

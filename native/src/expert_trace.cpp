@@ -1,0 +1,163 @@
+// Records of a trace, little-endian:  u16 layer, u16 kind, u32 step, u32 number, u32 n_ids, u16 ids[n_ids]
+//
+//   0 acquire      number: rows (pairs of token and expert)      ids: the distinct experts, in the order of lookup
+//   1 slots        number: slots that the layer may use          ids: the arena's number
+//   2 fetch        number: how many of ids were fetched          ids: those, then the ones that had to stay
+//   3 read failed  number: 0                                     ids: the expert
+//   4 end          number: CRC-32 of all records before          ids: 48 bytes, see expert_trace_end
+#include "expert_trace.h"
+#include "expert_store.h"
+
+#include "ggml-impl.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+enum record_kind : uint16_t { ACQUIRE = 0, SLOTS = 1, FETCH = 2, READ_FAILED = 3, END = 4 };
+
+static const size_t   FLUSH_BYTES = 1 << 20;
+static const uint16_t NO_LAYER    = 0xFFFF;
+
+static std::array<uint32_t, 256> make_crc_table() {
+    std::array<uint32_t, 256> table{};
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t value = i;
+        for (int bit = 0; bit < 8; bit++) {
+            value = (value >> 1) ^ (value & 1 ? 0xEDB88320u : 0); // zlib's polynomial
+        }
+        table[i] = value;
+    }
+    return table;
+}
+
+static uint32_t crc32(uint32_t crc, const uint8_t * bytes, size_t n) {
+    static const std::array<uint32_t, 256> table = make_crc_table();
+    crc                                          = ~crc;
+    for (size_t i = 0; i < n; i++) {
+        crc = (crc >> 8) ^ table[(crc ^ bytes[i]) & 0xFF];
+    }
+    return ~crc;
+}
+
+static bool write_all(int fd, const uint8_t * bytes, size_t n) {
+    while (n > 0) {
+        const ssize_t done = write(fd, bytes, n);
+        if (done < 0 && errno == EINTR) {
+            continue;
+        }
+        if (done <= 0) {
+            return false;
+        }
+        bytes += done;
+        n -= (size_t) done;
+    }
+    return true;
+}
+
+// A failed write ends the trace, not the decode.
+static void flush(expert_trace & trace) {
+    if (!trace.failed && !write_all(trace.fd, trace.buffer.data(), trace.buffer.size())) {
+        trace.failed = true;
+        GGML_LOG_ERROR("%s: the expert trace can't be written any further: %s; the model runs on without it\n",
+            trace.path.c_str(), strerror(errno));
+    }
+    trace.buffer.clear();
+}
+
+template <typename T> static void put(expert_trace & trace, T value) {
+    for (size_t i = 0; i < sizeof(T); i++) {
+        trace.buffer.push_back((uint8_t) ((uint64_t) value >> (8 * i)));
+    }
+}
+
+static void put_head(expert_trace & trace, int32_t layer, record_kind kind, uint32_t number, size_t n_ids) {
+    put(trace, (uint16_t) layer);
+    put(trace, (uint16_t) kind);
+    put(trace, trace.step);
+    put(trace, number);
+    put(trace, (uint32_t) n_ids);
+}
+
+static void put_record(
+    expert_trace & trace, int32_t layer, record_kind kind, uint32_t number, const int32_t * ids, size_t n_ids) {
+    if (trace.failed) {
+        return;
+    }
+    const size_t start = trace.buffer.size();
+    put_head(trace, layer, kind, number, n_ids);
+    for (size_t i = 0; i < n_ids; i++) {
+        put(trace, (uint16_t) ids[i]);
+    }
+    const size_t n_bytes = trace.buffer.size() - start;
+    trace.crc            = crc32(trace.crc, trace.buffer.data() + start, n_bytes);
+    trace.n_bytes += n_bytes;
+    if (trace.buffer.size() >= FLUSH_BYTES) {
+        flush(trace);
+    }
+}
+
+expert_trace::~expert_trace() {
+    if (fd >= 0) {
+        close(fd);
+    }
+}
+
+std::unique_ptr<expert_trace> expert_trace_open(const char * path) {
+    auto trace  = std::make_unique<expert_trace>();
+    trace->path = path;
+    trace->fd   = open(path, O_WRONLY | O_APPEND | O_CLOEXEC);
+    if (trace->fd < 0) {
+        expert_set_last_error("%s: the expert trace can't be written: %s", path, strerror(errno));
+        return nullptr;
+    }
+    trace->buffer.reserve(FLUSH_BYTES + (FLUSH_BYTES >> 2));
+    return trace;
+}
+
+void expert_trace_slots(expert_trace & trace, int32_t layer, int32_t arena, int32_t n_slots) {
+    put_record(trace, layer, SLOTS, (uint32_t) n_slots, &arena, 1);
+}
+
+void expert_trace_acquire(
+    expert_trace & trace, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows, int32_t n_slots) {
+    if (layer <= trace.last_layer) { // layers come in order: this is the next batch
+        trace.step++;
+    }
+    trace.last_layer = layer;
+    trace.implied    = (int64_t) experts.size() <= n_slots;
+    put_record(trace, layer, ACQUIRE, (uint32_t) n_rows, experts.data(), experts.size());
+}
+
+void expert_trace_fetch(expert_trace & trace, int32_t layer, const std::vector<int32_t> & experts, size_t n_missing) {
+    if (!trace.implied) {
+        put_record(trace, layer, FETCH, (uint32_t) n_missing, experts.data(), experts.size());
+    }
+    trace.implied = false;
+}
+
+void expert_trace_read_failed(expert_trace & trace, int32_t layer, int32_t expert) {
+    put_record(trace, layer, READ_FAILED, 0, &expert, 1);
+}
+
+// The end's 48 bytes: u64 bytes of all records before, u64 each of acquires, hits, misses, evictions, failures.
+bool expert_trace_end(expert_trace & trace, const int64_t * counters) {
+    const uint64_t numbers[] = {trace.n_bytes, (uint64_t) counters[EXPERT_ACQUIRES], (uint64_t) counters[EXPERT_HITS],
+        (uint64_t) counters[EXPERT_MISSES], (uint64_t) counters[EXPERT_EVICTIONS], (uint64_t) counters[EXPERT_FAILURES]};
+    trace.step               = 0;
+    put_head(trace, NO_LAYER, END, trace.crc, sizeof(numbers) / sizeof(uint16_t));
+    for (uint64_t number : numbers) {
+        put(trace, number);
+    }
+    flush(trace);
+    if (!trace.failed && fsync(trace.fd) != 0 && errno != EINVAL && errno != EROFS) { // a pipe can't be synced
+        trace.failed = true;
+    }
+    if (trace.failed) {
+        expert_set_last_error("%s: the expert trace is incomplete: it could not be written", trace.path.c_str());
+    }
+    return !trace.failed;
+}

@@ -1,0 +1,120 @@
+"""The replay: compiled against Python, and the best possible against brute force."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.replaying.belady import Belady, BeladyBypass
+from bench.replaying.cache import replay
+from bench.replaying.native import has_twin, replay_compiled
+from pypack.layout import Layer
+from pypack.policy import POLICIES
+from pypack.policy_base import Policy
+from pypack.policy_scores import StaticHot, aging_period
+from pypack.trace import Trace
+from pypack.trace_format import Kind
+
+
+def make_trace(sizes: list[tuple[int, int]], acquires: list[tuple[int, list[int]]], top_k: int = 2) -> Trace:
+    """``sizes``: (experts, block bytes) of each layer; ``acquires``: (layer, experts)."""
+    layers: list[Layer] = []
+    for n_expert, block_bytes in sizes:
+        first_key = sum(layer.n_expert for layer in layers)
+        layers.append(Layer(len(layers), len(layers), "exps", n_expert, first_key, block_bytes, ()))
+    counts = np.array([len(experts) for _, experts in acquires], np.int64)
+    return Trace(
+        path="made",
+        policy="",
+        top_k=top_k,
+        layers=tuple(layers),
+        kind=np.full(len(acquires), Kind.ACQUIRE, np.uint8),
+        layer=np.array([layer for layer, _ in acquires], np.int32),
+        step=np.zeros(len(acquires), np.int64),
+        number=counts.copy(),
+        start=np.concatenate((np.zeros(1, np.int64), np.cumsum(counts))),
+        ids=np.array([expert for _, experts in acquires for expert in experts], np.int32),
+    )
+
+
+def random_trace(seed: int, n: int = 400) -> Trace:
+    """Three layers in two pools, favourites that change half-way, single tokens and batches, some larger than a pool."""
+    random = np.random.default_rng(seed)
+    sizes = [(12, 4096), (7, 8192), (12, 4096)]
+    acquires = []
+    for i in range(n):
+        layer = i % 3
+        n_expert = sizes[layer][0]
+        weight = np.arange(1, n_expert + 1, dtype=float)[:: 1 if i < n // 2 else -1] ** -random.choice([0.5, 1.5])
+        n_used = int(random.integers(1, n_expert + 1)) if random.random() < 0.1 else 2
+        acquires.append((layer, random.choice(n_expert, n_used, replace=False, p=weight / weight.sum()).tolist()))
+    return make_trace(sizes, acquires)
+
+
+def every_policy(n_keys: int) -> list[Policy]:
+    return [*(made() for made in POLICIES.values()), Belady(n_keys)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10**6), share=st.floats(0.2, 1.1))
+def test_compiled_and_python_policies_count_the_same(seed: int, share: float) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StaticHot, "WARM_TOKENS", 20)
+        patch.setattr("pypack.policy_scores.aging_period", lambda pool: 30)
+        patch.setattr("pypack.policy_admission.aging_period", lambda pool: 30)
+        trace = random_trace(seed)
+        pools = trace.pools(int(trace.payload_bytes * share) + 4 * 8192)
+        for policy in every_policy(trace.n_keys):
+            assert has_twin(trace, pools, policy)
+            assert replay_compiled(trace, pools, policy) == replay(trace, pools, policy), type(policy).__name__
+
+
+def test_the_policies_differ() -> None:
+    """Or the test above would compare one with itself."""
+    trace = random_trace(1, 3000)
+    pools = trace.pools(trace.payload_bytes // 2)
+    hits = {type(p).__name__: replay_compiled(trace, pools, p).hits for p in every_policy(trace.n_keys)}
+    assert len(set(hits.values())) == len(hits)
+    assert max(hits, key=lambda name: hits[name]) == "Belady"
+
+
+def test_aging_counts_in_tokens() -> None:
+    trace = random_trace(1)
+    assert [aging_period(pool) for pool in trace.pools(trace.payload_bytes)] == [512, 256]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2, unique=True), min_size=1, max_size=8),
+    st.integers(2, 4),
+)
+def test_nothing_beats_belady(acquires: list[list[int]], n_slots: int) -> None:
+    trace = make_trace([(5, 4096)], [(0, experts) for experts in acquires])
+    pools = trace.pools(n_slots * 4096)
+    forced = replay(trace, pools, Belady(trace.n_keys))
+    free = replay_compiled(trace, pools, BeladyBypass(trace.n_keys))
+    assert forced.hits == brute_force(acquires, n_slots, bypass=False)
+    assert free.hits == brute_force(acquires, n_slots, bypass=True)
+
+
+def brute_force(acquires: list[list[int]], n_slots: int, *, bypass: bool) -> int:
+    """The most hits of any choice of what to keep: every subset after every acquire."""
+    best: dict[frozenset[int], int] = {frozenset(): 0}
+    for experts in acquires:
+        wanted = frozenset(experts)
+        after: dict[frozenset[int], int] = {}
+        for held, hits in best.items():
+            everything = held | wanted
+            must = frozenset() if bypass else wanted
+            others = sorted(everything - must)
+            room = n_slots - len(must)
+            for n in range(min(room, len(others)) + 1):
+                for kept in combinations(others, n):
+                    state = must | frozenset(kept)
+                    after[state] = max(after.get(state, 0), hits + len(held & wanted))
+        best = after
+    return max(best.values())

@@ -1,0 +1,160 @@
+"""The bytes of a trace, and what a reader refuses."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pypack.errors import TraceError, UsageError
+from pypack.heat import draw_heat, use_counts
+from pypack.layout import Layer
+from pypack.trace import Trace, read_trace
+from pypack.trace_format import END_BYTES, Kind, TraceEnd, decode_header, encode_end, encode_header, encode_record
+
+LAYERS = (Layer(0, 0, "exps", 4, 0, 4096, ()), Layer(1, 3, "exps", 3, 4, 8192, ()))
+RECORDS = b"".join(
+    [
+        encode_record(0, Kind.SLOTS, 0, 2, [0]),
+        encode_record(1, Kind.SLOTS, 0, 2, [0]),
+        encode_record(0, Kind.ACQUIRE, 0, 2, [3, 1]),
+        encode_record(1, Kind.ACQUIRE, 0, 6, [0, 1, 2]),
+        encode_record(1, Kind.FETCH, 0, 2, [0, 1]),
+        encode_record(1, Kind.FETCH, 0, 1, [2]),
+        encode_record(1, Kind.READ_FAILED, 0, 0, [2]),
+        encode_record(0, Kind.ACQUIRE, 1, 2, [1, 2]),
+    ]
+)
+END = TraceEnd(acquires=3, hits=1, misses=6, evictions=2, failures=1)
+HEADER = encode_header(LAYERS, 2, "lru")
+TRACE = HEADER + RECORDS + encode_end(RECORDS, END)
+
+GOLDEN = (
+    "4c58505452414345" "01000000" "60000000" "02000000" "02000000"
+    "6c7275" + 29 * "00" + "00000000" "{header_crc}"
+    "04000000" "00000000" "0010000000000000"
+    "03000000" "03000000" "0020000000000000"
+    "0000" "0100" "00000000" "02000000" "01000000" "0000"
+    "0100" "0100" "00000000" "02000000" "01000000" "0000"
+    "0000" "0000" "00000000" "02000000" "02000000" "0300" "0100"
+    "0100" "0000" "00000000" "06000000" "03000000" "0000" "0100" "0200"
+    "0100" "0200" "00000000" "02000000" "02000000" "0000" "0100"
+    "0100" "0200" "00000000" "01000000" "01000000" "0200"
+    "0100" "0300" "00000000" "00000000" "01000000" "0200"
+    "0000" "0000" "01000000" "02000000" "02000000" "0100" "0200"
+    "ffff" "0400" "00000000" "{records_crc}" "18000000"
+    "9a00000000000000" "0300000000000000" "0100000000000000" "0600000000000000" "0200000000000000" "0100000000000000"
+)  # fmt: skip
+
+
+def written(folder: Path, data: bytes) -> Path:
+    path = folder / "x.trace"
+    path.write_bytes(data)
+    return path
+
+
+def test_golden_bytes() -> None:
+    assert TRACE.hex() == GOLDEN.format(header_crc="9bfb2163", records_crc="97a02f04")
+
+
+def test_what_is_read_and_written_again(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, TRACE))
+    assert (trace.policy, trace.top_k, trace.layers, trace.end) == ("lru", 2, LAYERS, END)
+    assert trace.event(3).tolist() == [0, 1, 2] and trace.keys()[-2:].tolist() == [1, 2]
+    assert trace.only_acquires().layer.tolist() == [0, 1, 0]
+    assert trace.only_acquires().ids.tolist() == [3, 1, 0, 1, 2, 1, 2]
+    assert [(pool.layers, pool.n_slots, pool.n_per_token) for pool in trace.recorded_pools()] == [
+        ((0,), 2, 2),
+        ((1,), 2, 2),
+    ]
+    trace.save(tmp_path / "again.trace")
+    assert (tmp_path / "again.trace").read_bytes() == TRACE
+
+
+def with_records(records: bytes, n_acquires: int = 3) -> bytes:
+    return HEADER + records + encode_end(records, END._replace(acquires=n_acquires))
+
+
+BAD = {
+    "no trace": (b"GGUF" + TRACE[4:], "is not an expert trace"),
+    "empty": (b"", "is not an expert trace"),
+    "version": (TRACE[:8] + b"\2" + TRACE[9:], "has trace version 2"),
+    "layers": (TRACE[:16] + b"\3" + TRACE[17:], "the header is damaged"),
+    "short header": (HEADER[:70], "the header is damaged"),
+    "policy": (TRACE[:24] + b"x" + TRACE[25:], "its checksum does not match"),
+    "no end": (HEADER + RECORDS, "has no end mark"),
+    "cut": (TRACE[:-10], "has no end mark"),
+    "half a record": (TRACE[:120], "has no end mark"),
+    "flipped bit": (TRACE[:140] + bytes([TRACE[140] ^ 1]) + TRACE[141:], "another checksum"),
+    "a part is missing": (HEADER + RECORDS[18:] + TRACE[-END_BYTES:], "another checksum"),
+    "kind": (with_records(encode_record(0, 9, 0, 0, [1])), "no record of kind 9"),  # type: ignore[arg-type]
+    "layer": (with_records(encode_record(2, Kind.ACQUIRE, 0, 1, [1])), "names layer 2 of 2"),
+    "expert": (with_records(encode_record(1, Kind.ACQUIRE, 0, 1, [3])), "does not have"),
+    "twice": (with_records(encode_record(1, Kind.ACQUIRE, 0, 1, [1, 1])), "an expert twice"),
+    "no ids": (with_records(encode_record(1, Kind.ACQUIRE, 0, 1, [])), "has no ids"),
+    "fetch": (with_records(encode_record(1, Kind.FETCH, 0, 2, [1])), "more experts than it names"),
+    "acquires": (with_records(RECORDS, 4), "3 acquires of 4"),
+    "too long": (with_records(struct.pack("<HHIII", 0, 0, 0, 1, 1 << 30)), "longer than the trace"),
+    "no layers": (encode_header(LAYERS, 0, "lru"), "record it again"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_traces_are_refused_with_one_sentence(name: str, tmp_path: Path) -> None:
+    data, message = BAD[name]
+    path = written(tmp_path, data)
+    with pytest.raises(TraceError, match=message) as refused:
+        read_trace(path)
+    assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("n_bytes", range(0, len(RECORDS) + 1, 3))
+def test_a_cut_trace_gives_its_complete_records(n_bytes: int, tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, HEADER + RECORDS[:n_bytes]), allow_cut=True)
+    whole = read_trace(written(tmp_path, TRACE))
+    assert trace.end is None
+    n = len(trace.kind)
+    assert trace.kind.tolist() == whole.kind[:n].tolist()
+    assert trace.ids.tolist() == whole.ids[: whole.start[n]].tolist()
+    assert 16 * n + 2 * len(trace.ids) <= n_bytes
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"no.trace: the trace can't be read: No such file"):
+        read_trace(tmp_path / "no.trace")
+
+
+def test_models_that_do_not_fit_into_a_trace() -> None:
+    with pytest.raises(TraceError, match="up to 65536 experts"):
+        encode_header([LAYERS[0], Layer(1, 1, "exps", 65537, 4, 4096, ())], 2, "lru")
+    assert decode_header(HEADER, "x")[1] == len(HEADER) == 96
+
+
+def made_by_nobody(folder: Path) -> Trace:
+    records = RECORDS[36:56]
+    return read_trace(
+        written(folder, encode_header(LAYERS, 2, "") + records + encode_end(records, TraceEnd(1, 0, 0, 0, 0)))
+    )
+
+
+def test_a_trace_without_a_run_has_no_counters_and_no_pools(tmp_path: Path) -> None:
+    trace = made_by_nobody(tmp_path)
+    assert trace.end is None and trace.event(0).tolist() == [3, 1]
+    with pytest.raises(TraceError, match="its pools are not known"):
+        trace.recorded_pools()
+
+
+def test_heat_counts_and_pictures(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, TRACE))
+    expected = [[0, 2, 1, 1], [1, 1, 1, np.nan]]
+    np.testing.assert_array_equal(use_counts(trace), expected)
+    draw_heat(trace, tmp_path / "heat.png")
+    draw_heat(trace, tmp_path / "heat.svg", ranked=True)
+    assert (tmp_path / "heat.png").read_bytes()[:4] == b"\x89PNG"
+    assert b"<svg" in (tmp_path / "heat.svg").read_bytes()
+    with pytest.raises(UsageError, match=r"a .png or .svg file"):
+        draw_heat(trace, tmp_path / "heat.txt")
+    with pytest.raises(UsageError, match="can't be written: No such file"):
+        draw_heat(trace, tmp_path / "no" / "heat.svg")

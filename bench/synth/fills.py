@@ -24,6 +24,13 @@ def _embedding(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
     return weights(tensor.type, bits, tensor.n_elements, tensor.gain)
 
 
+def _endless(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
+    """An output in F16 whose control tokens (unknown, start, end: the first three) have logit 0: far from the best."""
+    rows = uniform(bits, tensor.n_elements, tensor.gain / math.sqrt(tensor.ne[0]))
+    rows[: 3 * tensor.ne[0]] = 0
+    yield rows.astype(np.float16)
+
+
 def _norm(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
     """Around 1."""
     yield 1 + uniform(bits, tensor.n_elements, 0.1 * tensor.gain)
@@ -61,6 +68,7 @@ def _hash_table(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
 FILLS: dict[str, Callable[[Tensor, np.random.SFC64], Chunks]] = {
     "weight": _weight,
     "embedding": _embedding,
+    "endless": _endless,
     "norm": _norm,
     "negative": _negative,
     "router": _router,

@@ -1,0 +1,27 @@
+"""Llama, dense or with experts, as small story models are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from bench.synth.gqa import attention
+from bench.synth.shape import Shape, Tensor, dense_ffn, ends, experts, norm, router
+
+
+def llama(shape: Shape, layer: int) -> Iterator[Tensor]:
+    yield from attention(shape, layer)
+    yield norm(f"blk.{layer}.ffn_norm", shape.n_embd)
+    if shape.is_dense(layer):
+        yield from dense_ffn(shape, layer, shape.n_ff)
+        return
+    yield router(shape, layer)
+    yield from experts(shape, layer, shape.n_embd)
+
+
+def llama_ends(shape: Shape) -> Iterator[Tensor]:
+    """The output knows its favourites, so that sampling is not a lottery, and hardly ever ends a text."""
+    embedding, output_norm, output = ends(shape)
+    yield embedding
+    yield output_norm
+    yield replace(output, fill="endless", gain=4.0)

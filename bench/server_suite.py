@@ -95,7 +95,9 @@ def run_tests(workspace: Workspace, script: Path, tests: Sequence[str], log: Pat
         command += ["--timeout", str(TEST_TIMEOUT_S), "-p", "no:cacheprovider", "-q", *tests]
         with log.open("a") as output:
             environment = _environment(workspace, script, outcomes)
-            done = subprocess.run(command, cwd=workspace.tests, env=environment, stdout=output, stderr=output, check=False)
+            done = subprocess.run(
+                command, cwd=workspace.tests, env=environment, stdout=output, stderr=output, check=False
+            )
         if done.returncode not in (0, 1):
             raise RuntimeError(f"pytest ended with {done.returncode}: see {log}")
         lines = outcomes.read_text().splitlines() if outcomes.exists() else []
@@ -125,7 +127,10 @@ def run_launcher(workspace: Workspace, kind: str, files: Iterable[str], n_jobs: 
     failed = [test for test, outcome in found.items() if outcome == "failed"]
     if failed:
         found |= run_tests(workspace, script, failed, work / f"{kind}-again.log")
-    return {name: sorted(test for test, outcome in found.items() if outcome == name) for name in ("passed", "failed", "skipped")}
+    return {
+        name: sorted(test for test, outcome in found.items() if outcome == name)
+        for name in ("passed", "failed", "skipped")
+    }
 
 
 def lost(results: dict[str, Outcomes]) -> dict[str, list[str]]:
@@ -145,7 +150,10 @@ def table(results: dict[str, Outcomes]) -> str:
     lines = [f"| file | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
     for file in [*files, None]:
         cells = [
-            " / ".join(str(sum(file in (None, file_of(test)) for test in results[kind][name])) for name in ("passed", "failed", "skipped"))
+            " / ".join(
+                str(sum(file in (None, file_of(test)) for test in results[kind][name]))
+                for name in ("passed", "failed", "skipped")
+            )
             for kind in kinds
         ]
         lines.append(f"| {file or 'all'} | {' | '.join(cells)} |")
@@ -161,7 +169,9 @@ def table(results: dict[str, Outcomes]) -> str:
 def main(kinds: tuple[str, ...], fast: bool, only: tuple[str, ...], n_jobs: int, out: Path) -> None:
     try:
         workspace = prepare()
-        files = only or (FAST_FILES if fast else sorted(path.name for path in (workspace.tests / "unit").glob("test_*.py")))
+        files = only or (
+            FAST_FILES if fast else sorted(path.name for path in (workspace.tests / "unit").glob("test_*.py"))
+        )
         results: dict[str, Outcomes] = json.loads(out.read_text()) if out.exists() else {}
         for kind in kinds or KINDS:
             results[kind] = run_launcher(workspace, kind, files, n_jobs)

@@ -21,7 +21,9 @@ def small_tokenizer(vocabulary: Path) -> dict[str, Any]:
     fields = GGUFReader(vocabulary).fields
     tokens, scores, types = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "scores", "token_type"))
     first = N_CONTROL_AND_BYTES + N_MERGES
-    letters = [i for i in range(first, len(tokens)) if len(tokens[i]) == 1 and (tokens[i].isascii() or tokens[i] == "▁")]
+    letters = [
+        i for i in range(first, len(tokens)) if len(tokens[i]) == 1 and (tokens[i].isascii() or tokens[i] == "▁")
+    ]
     kept = [*range(first), *letters]
     n = len(kept)
     return {

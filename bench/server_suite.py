@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import click
 from bench.serving.launchers import KINDS, write_script
 from bench.serving.models import write_models
 from bench.serving.outcomes import VARIABLE
+from bench.serving.process import free_port
 from bench.stock import ROOT, STOCK_LIB
 
 SOURCE = STOCK_LIB.parent / "source"
@@ -69,12 +69,6 @@ def prepare(work: Path = WORK, source: Path = SOURCE) -> Workspace:
     return Workspace(tests, cache, write_models(cache, tests / "tmp", source))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _environment(workspace: Workspace, script: Path, outcomes: Path) -> dict[str, str]:
     return {
         **os.environ,
@@ -82,7 +76,8 @@ def _environment(workspace: Workspace, script: Path, outcomes: Path) -> dict[str
         "LLAMA_SERVER_BIN_PATH": str(script),
         "LLAMA_CACHE": str(workspace.model_cache),
         "HF_ENDPOINT": "http://127.0.0.1:1/",  # nobody listens: whatever is not in the cache fails at once
-        "PORT": str(_free_port()),
+        "PORT": str(free_port()),
+        "LLAMA_ARG_THREADS": "1",  # several servers share the machine, and idle threads spin
         VARIABLE: str(outcomes),
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ def pytest_collection_finish(session: Any) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: Any, nextitem: Any) -> Iterator[None]:
+def pytest_runtest_protocol(item: Any, nextitem: Any) -> Generator[None, Any, Any]:
     item.phases = []
     result = yield
     outcome = "failed" if "failed" in item.phases else "skipped" if "skipped" in item.phases else "passed"
@@ -32,7 +32,7 @@ def pytest_runtest_protocol(item: Any, nextitem: Any) -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: Any, call: Any) -> Iterator[None]:
-    report: Any = yield
+def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]:
+    report = yield
     item.phases.append(report.outcome)
     return report

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.synth.blocks import generator, uniform, weights
+from bench.synth.blocks import generator, row_bytes, uniform, weights
 from bench.synth.shape import Tensor
 
 Chunks = Iterator[NDArray[Any]]
@@ -25,10 +25,13 @@ def _embedding(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
 
 
 def _endless(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
-    """An output in F16 whose control tokens (unknown, start, end: the first three) have logit 0: far from the best."""
-    rows = uniform(bits, tensor.n_elements, tensor.gain / math.sqrt(tensor.ne[0]))
-    rows[: 3 * tensor.ne[0]] = 0
-    yield rows.astype(np.float16)
+    """An output whose control tokens (the first three: unknown, start, end) have logit 0, far from the best."""
+    n_zero = row_bytes(tensor.type, tensor.ne[0]) * 3
+    for chunk in _weight(tensor, bits):
+        data = chunk.reshape(-1).view(np.uint8)
+        data[:n_zero] = 0  # zero scales
+        n_zero = max(0, n_zero - data.size)
+        yield data
 
 
 def _norm(tensor: Tensor, bits: np.random.SFC64) -> Chunks:

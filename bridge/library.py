@@ -87,11 +87,27 @@ def check_struct_sizes(llama_cpp: ModuleType, native: ctypes.CDLL) -> None:
 
 
 @cache
-def load() -> ModuleType:
-    """Imports llama_cpp on the patched libraries, once. Raises NativeError with what to do."""
+def check_native() -> None:
+    """Proves that the native libraries fit this processor and this package. Raises NativeError."""
     folder = library_dir()
     if Path("/proc/cpuinfo").exists():
         check_cpu(build_info()["cpu_features"], Path("/proc/cpuinfo").read_text())
+    try:
+        from bridge._provider import lib
+    except ImportError as error:
+        raise NativeError(f"the provider module can't be loaded ({error}): {_REBUILD}") from error
+    if lib.expert_abi_version() != lib.EXPERT_ABI_VERSION:
+        raise NativeError(
+            f"{folder}: the library speaks provider ABI {lib.expert_abi_version()}, the bridge "
+            f"{lib.EXPERT_ABI_VERSION}: {_REBUILD}"
+        )
+
+
+@cache
+def load() -> ModuleType:
+    """Imports llama_cpp on the patched libraries, once. Raises NativeError with what to do."""
+    folder = library_dir()
+    check_native()
     try:
         found = version("llama-cpp-python")
     except PackageNotFoundError:
@@ -111,15 +127,6 @@ def load() -> ModuleType:
         raise NativeError(
             f"llama_cpp was imported earlier with {loaded}: import llama_expert_pack before llama_cpp, "
             "so that both use the patched libraries"
-        )
-    try:
-        from bridge._provider import lib
-    except ImportError as error:
-        raise NativeError(f"the provider module can't be loaded ({error}): {_REBUILD}") from error
-    if lib.expert_abi_version() != lib.EXPERT_ABI_VERSION:
-        raise NativeError(
-            f"{folder}: the library speaks provider ABI {lib.expert_abi_version()}, the bridge "
-            f"{lib.EXPERT_ABI_VERSION}: {_REBUILD}"
         )
     check_struct_sizes(llama_cpp, binding._lib)
     return llama_cpp

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from bridge import library
@@ -19,12 +20,20 @@ def main() -> int:
     """Runs llama-server with this process's arguments and returns its exit status."""
     try:
         library.check_native()
-        from bridge.server_session import run
+        run = _native_main()
     except NativeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     _give_signals_back()
     return run([os.fsencode(argument) for argument in sys.argv], os.fsencode(_executable()))
+
+
+def _native_main() -> Callable[[list[bytes], bytes], int]:
+    try:
+        from bridge.server_session import run
+    except ImportError as error:
+        raise NativeError(f"the server's library can't be loaded ({error}): {library.REBUILD}") from error
+    return run
 
 
 def _give_signals_back() -> None:

@@ -42,7 +42,7 @@ class _Session:
         pack_path = _text(request.pack)
         self.pack = open_checked(model_path, True if pack_path == "auto" else pack_path)
         _refuse_contradictions(request, self.pack)
-        self.options = {
+        self.options: dict[str, Any] = {
             "cache": _text(request.cache),
             "policy": _text(request.policy),
             "verify": _text(request.verify),

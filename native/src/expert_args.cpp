@@ -52,22 +52,18 @@ std::vector<common_arg> expert_args() {
             "auto: all experts if they fit in half of that (on a GPU: in all of it), else that half (or all) (default: auto)",
             [](common_params &, const std::string & value) { expert_flags_get().cache = value; })
             .set_env("LLAMA_ARG_EXPERT_CACHE"),
-        common_arg({"--expert-cache-reserve"}, "{SIZE,N%}",
-            "memory that the expert cache leaves free (default: 1GiB)",
+        common_arg({"--expert-cache-reserve"}, "{SIZE,N%}", "memory that the expert cache leaves free (default: 1GiB)",
             [](common_params &, const std::string & value) { expert_flags_get().cache_reserve = value; })
             .set_env("LLAMA_ARG_EXPERT_CACHE_RESERVE"),
-        common_arg({"--expert-policy"}, "{freq-age,freq-recency,lru}",
-            "which experts leave the cache (default: freq-age)",
+        common_arg({"--expert-policy"}, "{freq-age,freq-recency,lru}", "which experts leave the cache (default: freq-age)",
             [](common_params &, const std::string & value) {
                 expert_flags_get().policy = one_of(value, {"freq-age", "freq-recency", "lru"});
             })
             .set_env("LLAMA_ARG_EXPERT_POLICY"),
-        common_arg({"--expert-stage-slots"}, "N",
-            "experts that are read at the same time at most (default: 12)",
+        common_arg({"--expert-stage-slots"}, "N", "experts that are read at the same time at most (default: 12)",
             [](common_params &, int value) { expert_flags_get().stage_slots = positive("the number of stage slots", value); })
             .set_env("LLAMA_ARG_EXPERT_STAGE_SLOTS"),
-        common_arg({"--expert-read-splits"}, "N",
-            "parts that one expert is read in at most, in parallel (default: 4)",
+        common_arg({"--expert-read-splits"}, "N", "parts that one expert is read in at most, in parallel (default: 4)",
             [](common_params &, int value) { expert_flags_get().read_splits = positive("the number of read splits", value); })
             .set_env("LLAMA_ARG_EXPERT_READ_SPLITS"),
         common_arg({"--expert-direct-io"}, {"--no-expert-direct-io"},
@@ -80,12 +76,10 @@ std::vector<common_arg> expert_args() {
                 expert_flags_get().verify = one_of(value, {"first", "every", "off"});
             })
             .set_env("LLAMA_ARG_EXPERT_VERIFY"),
-        common_arg({"--expert-stats-file"}, "FNAME",
-            "file that gets the expert cache's counters as JSON",
+        common_arg({"--expert-stats-file"}, "FNAME", "file that gets the expert cache's counters as JSON",
             [](common_params &, const std::string & value) { expert_flags_get().stats_file = value; })
             .set_env("LLAMA_ARG_EXPERT_STATS_FILE"),
-        common_arg({"--expert-stats-interval"}, "SECONDS",
-            "seconds between updates of the statistics file (default: 10)",
+        common_arg({"--expert-stats-interval"}, "SECONDS", "seconds between updates of the statistics file (default: 10)",
             [](common_params &, const std::string & value) { expert_flags_get().stats_interval_s = seconds(value); })
             .set_env("LLAMA_ARG_EXPERT_STATS_INTERVAL"),
     };

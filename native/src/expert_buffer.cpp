@@ -230,7 +230,7 @@ ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_b
         return nullptr;
     }
     store->layer_dev[ref.layer] = dev;
-    store->n_claimed = (int32_t) store->claimed.size();
+    store->n_claimed            = (int32_t) store->claimed.size();
     return buft_for(store, dev);
 }
 

@@ -17,12 +17,12 @@
 static const expert_launcher * launcher = nullptr;
 static std::string             executable;
 
-static std::mutex                             mutex; // guards what follows: HTTP threads read it
-static expert_opened                          opened       = {};
-static bool                                   session_open = false;
-static std::string                            info;              // kept while asleep
-static std::array<int64_t, EXPERT_COUNTERS>   counted_before{};  // by sessions that are closed
-static int64_t                                n_failures_known = 0;
+static std::mutex                           mutex; // guards what follows: HTTP threads read it
+static expert_opened                        opened       = {};
+static bool                                 session_open = false;
+static std::string                          info;             // kept while asleep
+static std::array<int64_t, EXPERT_COUNTERS> counted_before{}; // by sessions that are closed
+static int64_t                              n_failures_known = 0;
 
 void expert_session_set_launcher(const expert_launcher * given, const char * path) {
     launcher   = given;
@@ -179,18 +179,18 @@ static const struct {
     const char *   help;
     double         scale;
 } reported[] = {
-    {EXPERT_ACQUIRES,       "lookups_total",         "Expert layers looked up, one per layer and batch",                   1   },
-    {EXPERT_HITS,           "hits_total",            "Unique experts of a lookup that were in the cache",                  1   },
-    {EXPERT_MISSES,         "misses_total",          "Unique experts of a lookup that were not in the cache",              1   },
-    {EXPERT_EVICTIONS,      "evictions_total",       "Experts that left the cache for another one",                        1   },
-    {EXPERT_LOADS,          "loads_total",           "Experts brought into the cache",                                     1   },
-    {EXPERT_READ_BYTES,     "read_bytes_total",      "Bytes read from the expert pack",                                    1   },
-    {EXPERT_H2D_BYTES,      "device_copy_bytes_total", "Bytes of experts copied to a device",                              1   },
-    {EXPERT_WAIT_NS,        "wait_seconds_total",    "Time that computation waited for experts",                           1e-9},
-    {EXPERT_IO_ERRORS,      "read_errors_total",     "Reads of experts that failed or had a wrong checksum",               1   },
-    {EXPERT_IO_RETRIES,     "read_retries_total",    "Failed reads of experts that were tried again",                      1   },
-    {EXPERT_FALLBACKS,      "buffered_reads_total",  "Reads of experts that did not use direct I/O",                       1   },
-    {EXPERT_FAILURES,       "failed_decodes_total",  "Decodes that failed because an expert could not be brought in",      1   },
+    {EXPERT_ACQUIRES, "lookups_total", "Expert layers looked up, one per layer and batch", 1},
+    {EXPERT_HITS, "hits_total", "Unique experts of a lookup that were in the cache", 1},
+    {EXPERT_MISSES, "misses_total", "Unique experts of a lookup that were not in the cache", 1},
+    {EXPERT_EVICTIONS, "evictions_total", "Experts that left the cache for another one", 1},
+    {EXPERT_LOADS, "loads_total", "Experts brought into the cache", 1},
+    {EXPERT_READ_BYTES, "read_bytes_total", "Bytes read from the expert pack", 1},
+    {EXPERT_H2D_BYTES, "device_copy_bytes_total", "Bytes of experts copied to a device", 1},
+    {EXPERT_WAIT_NS, "wait_seconds_total", "Time that computation waited for experts", 1e-9},
+    {EXPERT_IO_ERRORS, "read_errors_total", "Reads of experts that failed or had a wrong checksum", 1},
+    {EXPERT_IO_RETRIES, "read_retries_total", "Failed reads of experts that were tried again", 1},
+    {EXPERT_FALLBACKS, "buffered_reads_total", "Reads of experts that did not use direct I/O", 1},
+    {EXPERT_FAILURES, "failed_decodes_total", "Decodes that failed because an expert could not be brought in", 1},
 };
 
 std::string expert_session_metrics() {

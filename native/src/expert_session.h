@@ -16,7 +16,7 @@ bool                    expert_arg_is(const common_arg & arg);
 
 // Lives as long as the model: a member that is destroyed after it.
 class expert_session {
-  public:
+public:
     expert_session()                                   = default;
     expert_session(const expert_session &)             = delete;
     expert_session & operator=(const expert_session &) = delete;
@@ -29,7 +29,7 @@ class expert_session {
     // The model is loaded: no other may take its experts.
     void loaded();
 
-  private:
+private:
     bool is_open = false;
 };
 

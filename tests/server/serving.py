@@ -20,7 +20,23 @@ from bench.stock import STOCK_LIB, environment
 
 OURS = [sys.executable, "-m", "bridge.server"]
 STOCK = [str(STOCK_LIB / "llama-server")]
-SMALL = ["-c", "1024", "-np", "2", "-t", "1", "-tb", "1", "--no-ui", "--seed", "1", "--temp", "0", "--ctx-checkpoints", "0"]
+SMALL = [
+    "-c",
+    "1024",
+    "-np",
+    "2",
+    "-t",
+    "1",
+    "-tb",
+    "1",
+    "--no-ui",
+    "--seed",
+    "1",
+    "--temp",
+    "0",
+    "--ctx-checkpoints",
+    "0",
+]
 
 
 def faulty(fault_file: Path) -> list[str]:
@@ -109,7 +125,9 @@ def launch(
     env = {k: v for k, v in environment(stock=False).items() if not k.startswith("LLAMA_")} | dict(variables or {})
     command = [*program, "--host", "127.0.0.1", "--port", str(port), *arguments]
     with log_path.open("wb") as log:
-        return Server(subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env), port, log_path)
+        return Server(
+            subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env), port, log_path
+        )
 
 
 @contextmanager

@@ -87,7 +87,9 @@ def test_refused_with_a_sentence(model: Path, flags: list[str], message: str) ->
 
 
 def test_another_models_pack(models: Path) -> None:
-    run = run_to_end(["-m", str(models / "a.gguf"), "--expert-pack", str(models / "b.expert-pack"), "--port", "0", *SMALL])
+    run = run_to_end(
+        ["-m", str(models / "a.gguf"), "--expert-pack", str(models / "b.expert-pack"), "--port", "0", *SMALL]
+    )
     assert run.returncode == 1
     assert "does not belong to" in run.stdout + run.stderr
 

@@ -10,6 +10,10 @@
 
 #include <chrono>
 
+static std::atomic<bool> interrupted{false};
+
+void expert_interrupt(void) { interrupted = true; }
+
 static void count_acquire(expert_store * store, const expert_layer & layer, const std::vector<int32_t> & active) {
     const expert_tables & tables = store->tables;
     const int64_t         now    = ++store->now;
@@ -98,6 +102,10 @@ static void next_pass(expert_store * store, std::unique_lock<std::mutex> & lock)
     expert_op & op = store->op;
     op.data.assign(store->layers[op.layer].n_expert, nullptr);
     while (!op.todo.empty()) {
+        if (interrupted) {
+            store->error = "the server is shutting down";
+            op.failed    = true;
+        }
         if (op.failed || !fetch(store, lock)) {
             fail_op(store, lock);
             return;

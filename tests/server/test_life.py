@@ -1,0 +1,101 @@
+"""Ends, sleep, several models."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.server.serving import SMALL, Server, faulty, launch, serving, wait_for
+
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+
+
+def end(server: Server, number: int) -> int:
+    try:
+        return server.stop(number)
+    finally:
+        server.process.kill()
+
+
+@SIGNALS
+def test_signal_while_loading(tmp_path: Path, model: Path, quarter: list[str], number: int) -> None:
+    """The model's file is a pipe that nobody writes to: the load never ends by itself."""
+    fifo = tmp_path / "model.gguf"
+    os.mkfifo(fifo)
+    server = launch(tmp_path, ["-m", str(fifo), *SMALL])
+    wait_for(lambda: "loading model" in server.log or server.process.poll() is not None)
+    assert server.process.poll() is None, server.log
+    assert end(server, number) == -number  # as stock, which has no handler yet
+
+
+@SIGNALS
+def test_signal_during_a_read(tmp_path: Path, model: Path, quarter: list[str], number: int) -> None:
+    fault = tmp_path / "fault"
+    server = launch(tmp_path, ["-m", str(model), *SMALL, *quarter, "--metrics"], faulty(fault))
+    server.wait_ready()
+    fault.write_text("slow 0.2")  # a prompt of 400 tokens needs all experts, several times: minutes
+    prefill = threading.Thread(target=lambda: server.complete("word " * 400, 8))
+    before = server.counter("loads_total")
+    prefill.start()
+    wait_for(lambda: server.counter("loads_total") > before)
+    start = time.monotonic()
+    assert end(server, number) == 0
+    assert time.monotonic() - start < 30
+    prefill.join()
+
+
+@SIGNALS
+def test_signal_during_decode(tmp_path: Path, model: Path, quarter: list[str], number: int) -> None:
+    server = launch(tmp_path, ["-m", str(model), *SMALL, *quarter, "--metrics", "-c", "8192"])
+    server.wait_ready()
+    decode = threading.Thread(target=lambda: server.complete("hello", 4000))
+    decode.start()
+    before = server.counter("lookups_total")
+    wait_for(lambda: server.counter("lookups_total") > before + 4 * 8)
+    assert end(server, number) == 0
+    decode.join()
+
+
+def test_sleep_and_wake(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    with serving(tmp_path, model, *quarter, "--metrics", "--sleep-idle-seconds", "1") as server:
+        expected = server.text("Once upon a time", cache_prompt=False)
+        asleep = "llamacpp:expert_cache_resident"
+        for _ in range(2):
+            counted = server.counter("loads_total")
+            wait_for(lambda: server.get("/props")["is_sleeping"])
+            assert server.metrics()[asleep] == 0
+            assert server.counter("loads_total") >= counted
+            assert server.get("/props")["expert_pack"]["path"].endswith("a.expert-pack")
+            assert server.text("Once upon a time", cache_prompt=False) == expected
+            assert server.counter("loads_total") > counted
+
+
+def test_router_with_two_packs(tmp_path: Path, models: Path, quarter: list[str]) -> None:
+    alone = {}
+    for name in ("a", "b"):
+        with serving(tmp_path, models / f"{name}.gguf", *quarter) as server:
+            alone[name] = server.text("Once upon a time", cache_prompt=False)
+    preset = tmp_path / "models.ini"
+    preset.write_text(
+        f"[a]\nmodel = {models / 'a.gguf'}\nexpert-pack = auto\n\n"
+        f"[b]\nmodel = {models / 'b.gguf'}\nexpert-pack = {models / 'b.expert-pack'}\n"
+    )
+    with serving(tmp_path, None, "--models-preset", str(preset), "--metrics", *quarter[2:]) as server:
+        for name in ("a", "b", "a"):
+            assert server.text("Once upon a time", cache_prompt=False, model=name) == alone[name]
+        for name in ("a", "b"):
+            pack = server.get(f"/props?model={name}")["expert_pack"]
+            assert pack["path"] == str(models / f"{name}.expert-pack") and pack["cache_slots"] == 16
+            assert "llamacpp:expert_hits_total" in server.get(f"/metrics?model={name}")
+
+
+def test_fit_does_not_count_experts(tmp_path: Path, model: Path) -> None:
+    """With room for the rest but not for the experts, fitting keeps the context."""
+    with serving(tmp_path, model, "--expert-pack", "auto", "--fit", "on", "-c", "0") as server:
+        assert server.get("/slots")[0]["n_ctx"] > 0
+        server.text("hello")

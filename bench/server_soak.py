@@ -172,7 +172,8 @@ def growth(samples: Sequence[tuple[float, int]]) -> dict[str, Any]:
 
 def smallest_cache_bytes(pack: Path) -> int:
     """One working set: the experts of one token in one layer."""
-    return SHAPE.n_expert_used * max(layer.block_bytes for layer in open_pack(pack).layers)  # type: ignore[operator]
+    top_k = int(SHAPE.n_expert_used)  # type: ignore[arg-type]
+    return top_k * max(layer.block_bytes for layer in open_pack(pack).layers)
 
 
 def measure(kind: str, minutes: float, n_questions: int, seed: int, folder: Path) -> tuple[dict[str, Any], Seen]:

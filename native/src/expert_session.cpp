@@ -168,6 +168,14 @@ std::string expert_session_failure(const std::string & otherwise) {
     return why.empty() ? otherwise : why;
 }
 
+bool expert_session_check() {
+    const std::string why = expert_session_failure("");
+    if (!why.empty()) {
+        LOG_ERR("%s\n", why.c_str());
+    }
+    return why.empty();
+}
+
 std::string expert_session_info() {
     std::lock_guard<std::mutex> lock(mutex);
     return info;

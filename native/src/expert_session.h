@@ -36,6 +36,8 @@ private:
 bool expert_session_is_open();
 // Everything is loaded: opens the arenas. False: logged why.
 bool expert_session_start();
+// After a decode that is no request's. False if it failed because of an expert: logged why.
+bool expert_session_check();
 // Why a decode failed: `otherwise` if not because of an expert.
 std::string expert_session_failure(const std::string & otherwise);
 // Prometheus text, "" if there never was a pack. Totals go on through sleep.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 from bench.synth.gguf_out import write_gguf
 from bench.synth.shape import Tensor
+from tests.runtime.test_bytes import expert_ranges
 from tests.server.serving import OURS, Server, serving
 
 PROMPTS = ("Once upon a time", "The quick brown fox jumps over", "x " * 150)
+MODES = ("none", "mmap", "mlock", "mmap+mlock", "dio")
 NO_REPACK = ["--no-repack"]  # with a pack, ours never repacks
 
 
@@ -39,11 +42,35 @@ def test_texts(tmp_path: Path, model: Path, quarter: list[str], stock_server: li
     assert of(tmp_path, model, *quarter) == stock
 
 
+@pytest.fixture(scope="module")
+def hollow(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The model with garbage (NaN in every scale) in place of its experts, and its pack."""
+    folder = tmp_path_factory.mktemp("hollow")
+    path = Path(shutil.copy(model, folder))
+    for suffix in (".expert-pack", ".expert-pack.manifest.json"):
+        shutil.copy(model.with_suffix(suffix), folder)
+    for file, offset, length in expert_ranges(path):
+        with file.open("r+b") as out:
+            out.seek(offset)
+            out.write(b"\xff" * length)
+    return path
+
+
 def test_quarter_reads_and_evicts(tmp_path: Path, model: Path, quarter: list[str]) -> None:
     with serving(tmp_path, model, *quarter, "--metrics") as server:
         answers(server)
         assert server.counter("evictions_total") > 0
         assert server.counter("cache_resident") == server.counter("cache_slots") == 16
+
+
+@pytest.mark.parametrize("flags", [[], *([["--load-mode", mode] for mode in MODES]), ["--check-tensors"]], ids=" ".join)
+def test_the_models_own_experts_are_not_read(
+    tmp_path: Path, model: Path, hollow: Path, quarter: list[str], flags: list[str]
+) -> None:
+    with serving(tmp_path, hollow, *quarter, *flags) as server:
+        found = server.text(PROMPTS[0], cache_prompt=False)
+    with serving(tmp_path, model, *quarter) as server:
+        assert server.text(PROMPTS[0], cache_prompt=False) == found
 
 
 def test_draft_model(tmp_path: Path, models: Path, quarter: list[str], stock_server: list[str]) -> None:
@@ -56,6 +83,8 @@ def test_model_is_its_own_draft(tmp_path: Path, model: Path, quarter: list[str],
     draft = ["-md", str(model), "--spec-type", "draft-simple"]
     stock = of(tmp_path, model, *NO_REPACK, *draft, program=stock_server)
     assert of(tmp_path, model, *quarter, *draft) == stock
+    with serving(tmp_path, model, *quarter, *draft) as server:
+        assert server.complete("Once upon a time")[1]["timings"]["draft_n_accepted"] > 0
 
 
 @pytest.fixture(scope="module")

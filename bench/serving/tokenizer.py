@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ FIM = ("prefix", "suffix", "middle")
 NORMAL, CONTROL = 1, 3
 
 
+@cache
 def small_tokenizer(vocabulary: Path) -> dict[str, Any]:
     """GGUF metadata of a tokenizer with the control tokens, bytes, first merges and ASCII of `vocabulary`."""
     fields = GGUFReader(vocabulary).fields

@@ -24,9 +24,9 @@ def _embedding(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
     return weights(tensor.type, bits, tensor.n_elements, tensor.gain)
 
 
-def _endless(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
-    """An output whose control tokens (the first three: unknown, start, end) have logit 0, far from the best."""
-    n_zero = row_bytes(tensor.type, tensor.ne[0]) * 3
+def _letters(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
+    """An output for llama's tokenizer: control tokens and bytes, the first 259, have logit 0, far from the best."""
+    n_zero = row_bytes(tensor.type, tensor.ne[0]) * 259
     for chunk in _weight(tensor, bits):
         data = chunk.reshape(-1).view(np.uint8)
         data[:n_zero] = 0  # zero scales
@@ -71,7 +71,7 @@ def _hash_table(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
 FILLS: dict[str, Callable[[Tensor, np.random.SFC64], Chunks]] = {
     "weight": _weight,
     "embedding": _embedding,
-    "endless": _endless,
+    "letters": _letters,
     "norm": _norm,
     "negative": _negative,
     "router": _router,

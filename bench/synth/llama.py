@@ -21,8 +21,8 @@ def llama(shape: Shape, layer: int) -> Iterator[Tensor]:
 
 
 def llama_ends(shape: Shape) -> Iterator[Tensor]:
-    """The output knows its favourites, so that sampling is not a lottery, and hardly ever ends a text."""
+    """The output has favourites, so that sampling is not a lottery; it writes letters and hardly ever ends."""
     embedding, output_norm, output = ends(shape)
     yield embedding
     yield output_norm
-    yield replace(output, fill="endless", gain=4.0)
+    yield replace(output, fill="letters", gain=4.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from bench.server_suite import FAST_FILES, Outcomes, lost, prepare, run_launcher, table

@@ -31,15 +31,21 @@ from bench.stock import ROOT, STOCK_LIB
 SOURCE = STOCK_LIB.parent / "source"
 WORK = ROOT / "build" / "server_suite"
 RESULTS = ROOT / "bench" / "results" / "server_suite.json"
-# Few seconds a file; the others start models dozens of times, or wait for them to fall asleep.
+# What a pack could change, and no waiting for models to fall asleep or clients to give up.
 FAST_FILES = (
     "test_basic.py",
-    "test_compat_oai_responses.py",
+    "test_completion.py",
     "test_ctx_shift.py",
     "test_embedding.py",
+    "test_infill.py",
+    "test_kv_keep_only_active.py",
+    "test_metrics.py",
     "test_rerank.py",
+    "test_router.py",
     "test_slot_save.py",
     "test_speculative.py",
+    "test_stream.py",
+    "test_template.py",
     "test_tokenize.py",
 )
 TEST_TIMEOUT_S = 120

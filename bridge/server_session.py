@@ -71,7 +71,7 @@ class _Session:
                 raise
 
     def fit_bytes(self) -> tuple[int, int]:
-        """What memory fitting must leave for the cache on a GPU: at least and at best."""
+        """What memory fitting must leave for the cache on a device: at least and at best."""
         cache = self.options["cache"]
         if cache == "auto" or str(cache).endswith("%"):
             return 0, payload_bytes(self.pack.layers)

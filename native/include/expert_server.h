@@ -41,7 +41,7 @@ typedef struct expert_opened {
     const int64_t * counters;      // [EXPERT_COUNTERS]
     const char *    info;          // JSON object for /props, NULL: none yet
     const char *    error;         // one sentence when a callback returned 0
-    uint64_t        fit_bytes_min; // what memory fitting must leave for the cache on a GPU: at least and
+    uint64_t        fit_bytes_min; // what memory fitting must leave for the cache on a device: at least and
     uint64_t        fit_bytes_max; // at best
     uint64_t        cache_bytes;   // of all devices
     int32_t         n_slots;

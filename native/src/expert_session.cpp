@@ -103,18 +103,27 @@ bool expert_session::open(const common_params & params, llama_model_params & mpa
     return true;
 }
 
+static size_t fit_bytes(ggml_backend_dev_t dev) {
+    size_t free  = 0;
+    size_t total = 0;
+    ggml_backend_dev_memory(dev, &free, &total);
+    return std::max<size_t>(opened.fit_bytes_min, std::min<size_t>(opened.fit_bytes_max, free / 2));
+}
+
 std::vector<size_t> expert_session::fit_target(const common_params & params) const {
     std::vector<size_t> target = params.fit_params_target;
-    size_t              gpu    = 0;
-    for (size_t i = 0; is_open && i < ggml_backend_dev_count() && gpu < target.size(); i++) {
+    if (!is_open || target.empty()) {
+        return target;
+    }
+    size_t n_gpus = 0;
+    for (size_t i = 0; i < ggml_backend_dev_count() && n_gpus < target.size(); i++) {
         ggml_backend_dev_t dev = ggml_backend_dev_get(i);
-        if (ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_GPU) {
-            continue;
+        if (ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_GPU) {
+            target[n_gpus++] += fit_bytes(dev);
         }
-        size_t free  = 0;
-        size_t total = 0;
-        ggml_backend_dev_memory(dev, &free, &total);
-        target[gpu++] += std::max<size_t>(opened.fit_bytes_min, std::min<size_t>(opened.fit_bytes_max, free / 2));
+    }
+    if (n_gpus == 0) { // fitting takes the first target for the host then
+        target[0] += fit_bytes(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU));
     }
     return target;
 }

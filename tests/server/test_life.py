@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime.test_bytes import expert_ranges
 from tests.server.serving import OURS, SMALL, Server, faulty, launch, serving, wait_for
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
@@ -134,8 +136,19 @@ def test_model_that_is_downloaded_first(tmp_path: Path, model: Path, quarter: li
         files.shutdown()
 
 
-def test_fit_does_not_count_experts(tmp_path: Path, model: Path) -> None:
-    """With room for the rest but not for the experts, fitting keeps the context."""
-    with serving(tmp_path, model, "--expert-pack", "auto", "--fit", "on", "-c", "0") as server:
-        assert server.get("/slots")[0]["n_ctx"] > 0
-        server.text("hello")
+def test_fit_counts_the_cache_and_not_the_experts(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    def fitted(*flags: str) -> tuple[int, int]:
+        """MiB that fitting takes the model for, and that it would leave free at least."""
+        with serving(tmp_path, model, "--fit", "on", "-lv", "5", *flags) as server:
+            server.text("hello")
+            used = re.search(r"projected to use (\d+) MiB of host memory", server.log)
+            left = re.search(r"will leave \d+ >= (\d+) MiB of system memory", server.log)
+            assert used and left, server.log
+            return int(used[1]), int(left[1])
+
+    experts_mib = sum(length for _, _, length in expert_ranges(model)) // (1 << 20)
+    assert experts_mib > 10
+    whole, margin = fitted()
+    trunk, packed_margin = fitted(*quarter, "--expert-cache", "50MiB")
+    assert whole - trunk in (experts_mib, experts_mib + 1)
+    assert packed_margin == margin + 50

@@ -166,10 +166,11 @@ def table(results: dict[str, Outcomes]) -> str:
 @click.option("--fast", is_flag=True, help="Only the files that take seconds.")
 @click.option("--file", "only", multiple=True, help="Only this file of tests/unit. Repeatable.")
 @click.option("--jobs", "n_jobs", default=os.cpu_count() or 1, show_default=True, help="Servers at the same time.")
+@click.option("--work", type=click.Path(path_type=Path), default=WORK, show_default=True, help="Laid anew.")
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS, show_default=True, help="JSON to update.")
-def main(kinds: tuple[str, ...], fast: bool, only: tuple[str, ...], n_jobs: int, out: Path) -> None:
+def main(kinds: tuple[str, ...], fast: bool, only: tuple[str, ...], n_jobs: int, work: Path, out: Path) -> None:
     try:
-        workspace = prepare()
+        workspace = prepare(work)
         files = only or (
             FAST_FILES if fast else sorted(path.name for path in (workspace.tests / "unit").glob("test_*.py"))
         )

@@ -5,6 +5,7 @@ The server calls from its own threads and waits for the answer; one model is loa
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import re
@@ -18,6 +19,7 @@ from pypack.budget import parse_size
 from pypack.errors import ExpertPackError, UsageError
 from pypack.layout import payload_bytes
 from pypack.pack import Pack
+from pypack.policy import DEFAULT_POLICY
 from pypack.stats_file import StatsWriter
 
 _log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ class _Session:
         _refuse_contradictions(request, self.pack)
         self.options: dict[str, Any] = {
             "cache": _text(request.cache),
-            "policy": _text(request.policy),
+            "policy": DEFAULT_POLICY if request.policy == ffi.NULL else _text(request.policy),
             "verify": _text(request.verify),
             "direct_io": bool(request.direct_io),
         }
@@ -59,6 +61,7 @@ class _Session:
             read_splits=request.read_splits,
             stage_slots=request.stage_slots,
             **self.options,
+            **_trace(request),
         )
         self.stats_writer: StatsWriter | None = None
         if request.stats_file != ffi.NULL:
@@ -103,6 +106,15 @@ _session: _Session | None = None
 _kept: dict[str, Any] = {}  # strings that C holds
 
 
+def _trace(request: Any) -> dict[str, str]:
+    """The provider's argument for --expert-trace, if it can record."""
+    if request.trace == ffi.NULL:
+        return {}
+    if "trace" not in inspect.signature(Provider.__init__).parameters:
+        raise UsageError("this version can't record expert traces: drop --expert-trace")
+    return {"trace": _text(request.trace)}
+
+
 def _refuse_contradictions(request: Any, pack: Pack) -> None:
     if not request.split_by_layer:
         raise UsageError(
@@ -134,6 +146,7 @@ def expert_launcher_open(request: Any, opened: Any) -> int:
         opened.fit_bytes_min, opened.fit_bytes_max = _session.fit_bytes()
     except Exception as error:
         opened.error = _sentence(error)
+        _close()  # C does not close what did not open
         return 0
     return 1
 
@@ -154,15 +167,19 @@ def expert_launcher_start(opened: Any) -> int:
 
 @ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
 def expert_launcher_close() -> None:
-    global _session
-    if _session is not None:
-        _session.close()
-        _session = None
+    _close()
 
 
 @ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
 def expert_launcher_why() -> Any:
     return _keep("why", _session.provider.take_error() if _session is not None else "")
+
+
+def _close() -> None:
+    global _session
+    if _session is not None:
+        _session.close()
+        _session = None
 
 
 def _sentence(error: Exception) -> Any:

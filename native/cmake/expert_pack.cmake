@@ -25,8 +25,11 @@ expert_pack_sources(llama-common
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_args.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_session.cpp)
 patched_sources(llama-common common/arg.cpp common/common.cpp)
-patched_sources(server-context tools/server/server-context.cpp tools/server/server-task.cpp)
-expert_pack_sources(llama-server-impl ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_main.cpp)
+patched_sources(server-context
+    tools/server/server-context.cpp tools/server/server-queue.cpp tools/server/server-task.cpp)
+expert_pack_sources(llama-server-impl
+    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_main.cpp
+    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_signals.cpp)
 patched_sources(llama-server-impl tools/server/server.cpp tools/server/server-models.cpp)
 if (EXPERT_PACK_CUDA)
     list(APPEND our_folders ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda ${LLAMA_CPP_DIR}/ggml/src/ggml-cuda)

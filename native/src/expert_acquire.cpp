@@ -13,6 +13,7 @@
 static std::atomic<bool> interrupted{false};
 
 void expert_interrupt(void) { interrupted = true; }
+bool expert_interrupted(void) { return interrupted; }
 
 static void count_acquire(expert_store * store, const expert_layer & layer, const std::vector<int32_t> & active) {
     const expert_tables & tables = store->tables;

@@ -55,10 +55,8 @@ std::vector<common_arg> expert_args() {
         common_arg({"--expert-cache-reserve"}, "{SIZE,N%}", "memory that the expert cache leaves free (default: 1GiB)",
             [](common_params &, const std::string & value) { expert_flags_get().cache_reserve = value; })
             .set_env("LLAMA_ARG_EXPERT_CACHE_RESERVE"),
-        common_arg({"--expert-policy"}, "{freq-age,freq-recency,lru}", "which experts leave the cache (default: freq-age)",
-            [](common_params &, const std::string & value) {
-                expert_flags_get().policy = one_of(value, {"freq-age", "freq-recency", "lru"});
-            })
+        common_arg({"--expert-policy"}, "NAME", "policy that chooses which experts leave the cache; a wrong name lists them",
+            [](common_params &, const std::string & value) { expert_flags_get().policy = value; })
             .set_env("LLAMA_ARG_EXPERT_POLICY"),
         common_arg({"--expert-stage-slots"}, "N", "experts that are read at the same time at most (default: 12)",
             [](common_params &, int value) { expert_flags_get().stage_slots = positive("the number of stage slots", value); })
@@ -82,6 +80,9 @@ std::vector<common_arg> expert_args() {
         common_arg({"--expert-stats-interval"}, "SECONDS", "seconds between updates of the statistics file (default: 10)",
             [](common_params &, const std::string & value) { expert_flags_get().stats_interval_s = seconds(value); })
             .set_env("LLAMA_ARG_EXPERT_STATS_INTERVAL"),
+        common_arg({"--expert-trace"}, "FNAME", "file that gets every lookup of experts, to replay with other policies",
+            [](common_params &, const std::string & value) { expert_flags_get().trace = value; })
+            .set_env("LLAMA_ARG_EXPERT_TRACE"),
     };
     for (common_arg & arg : args) {
         arg.set_examples({LLAMA_EXAMPLE_SERVER});

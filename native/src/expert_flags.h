@@ -7,9 +7,10 @@ struct expert_flags {
     std::string pack; // "": no pack
     std::string cache         = "auto";
     std::string cache_reserve = "1GiB";
-    std::string policy        = "freq-age";
-    std::string verify        = "first";
+    std::string policy; // "": the launcher's default
+    std::string verify = "first";
     std::string stats_file;
+    std::string trace;
     double      stats_interval_s = 10.0;
     int         stage_slots      = 12;
     int         read_splits      = 4;

@@ -30,6 +30,7 @@ bool expert_is_described(int fd, const char * tensor);
 
 // The process is to end: every computation that needs experts of a store fails from now on. For signal handlers.
 void expert_interrupt(void);
+bool expert_interrupted(void);
 
 // ---- MUL_MAT_ID in host memory
 //

@@ -57,6 +57,8 @@ static int32_t top_k_override(const common_params & params) {
     return 0;
 }
 
+static const char * given(const std::string & text) { return text.empty() ? nullptr : text.c_str(); }
+
 static void take_info() {
     if (opened.info) {
         info = opened.info;
@@ -74,9 +76,10 @@ bool expert_session::open(const common_params & params, llama_model_params & mpa
     request.pack                = flags.pack.c_str();
     request.cache               = flags.cache.c_str();
     request.cache_reserve       = flags.cache_reserve.c_str();
-    request.policy              = flags.policy.c_str();
+    request.policy              = given(flags.policy);
     request.verify              = flags.verify.c_str();
-    request.stats_file          = flags.stats_file.empty() ? nullptr : flags.stats_file.c_str();
+    request.stats_file          = given(flags.stats_file);
+    request.trace               = given(flags.trace);
     request.overrides           = overrides.c_str();
     request.stats_interval_s    = flags.stats_interval_s;
     request.stage_slots         = flags.stage_slots;
@@ -172,9 +175,9 @@ std::string expert_session_failure(const std::string & otherwise) {
     if (!session_open || opened.counters[EXPERT_FAILURES] == n_failures_known) {
         return otherwise;
     }
-    n_failures_known      = opened.counters[EXPERT_FAILURES];
-    const std::string why = launcher->why();
-    return why.empty() ? otherwise : why;
+    n_failures_known = opened.counters[EXPERT_FAILURES];
+    const char * why = launcher->why();
+    return why && *why ? why : otherwise;
 }
 
 bool expert_session_check() {

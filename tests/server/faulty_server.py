@@ -14,6 +14,7 @@ from pathlib import Path
 from bridge.server import main
 from pypack.direct_io import pread_into
 from pypack.reader import Reader
+from tests.server.faults import waiting_file
 
 fault_file = Path(sys.argv.pop(1))
 
@@ -23,6 +24,7 @@ def pread(fd: int, buffer: memoryview, offset: int) -> int:
     if fault[:1] == ["fail"]:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     if fault[:1] == ["slow"]:
+        waiting_file(fault_file).touch()
         time.sleep(float(fault[1]))
     return pread_into(fd, buffer, offset)
 

@@ -10,7 +10,7 @@ from tests.server.serving import SMALL, run_to_end, serving
 
 FLAGS = (
     "pack", "cache", "cache-reserve", "policy", "stage-slots", "read-splits", "direct-io", "verify", "stats-file",
-    "stats-interval",
+    "stats-interval", "trace",
 )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ REFUSED = [
     (["--expert-pack", "missing.expert-pack"], "missing.expert-pack"),
     (["--expert-stats-file", "/nowhere/stats.json"], "/nowhere/stats.json: the statistics file cannot be written"),
     (["--expert-verify", "maybe"], 'expected one of first, every, off, found "maybe"'),
-    (["--expert-policy", "fifo"], 'expected one of freq-age, freq-recency, lru, found "fifo"'),
+    (["--expert-policy", "fifo"], "there is no cache policy 'fifo': choose one of"),
     (["--expert-stage-slots", "0"], "must be at least 1, not 0"),
     (["--expert-stats-interval", "-1"], "a number of seconds above 0"),
 ]

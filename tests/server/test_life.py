@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.test_bytes import expert_ranges
+from tests.server.faults import waiting_file
 from tests.server.serving import OURS, SMALL, Server, faulty, launch, serving, wait_for
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
@@ -42,7 +43,7 @@ def test_signal_during_the_first_read(tmp_path: Path, model: Path, quarter: list
     fault = tmp_path / "fault"
     fault.write_text("slow 1000")
     server = launch(tmp_path, ["-m", str(model), *SMALL, *quarter], faulty(fault))
-    wait_for(lambda: "initializing, n_slots" in server.log or server.process.poll() is not None)
+    wait_for(lambda: waiting_file(fault).exists() or server.process.poll() is not None)
     assert server.process.poll() is None, server.log
     assert end(server, number) == -number
 
@@ -121,17 +122,16 @@ def test_a_disk_that_fails_from_the_start(tmp_path: Path, model: Path, quarter: 
 
 
 def test_model_that_is_downloaded_first(tmp_path: Path, model: Path, quarter: list[str]) -> None:
-    """Where it will lie is known only then. (As with -hf, which needs the internet.)"""
     handler = partial(SimpleHTTPRequestHandler, directory=model.parent)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as files:
         threading.Thread(target=files.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{files.server_port}/{model.name}"
         pack = str(model.with_suffix(".expert-pack"))
         variables = {"LLAMA_CACHE": str(tmp_path), "HF_HOME": str(tmp_path), "HOME": str(tmp_path)}
-        flags = ["--model-url", url, *quarter, "--expert-pack", pack]
+        flags = ["-m", str(tmp_path / "later.gguf"), "--model-url", url, *quarter, "--expert-pack", pack]
         with serving(tmp_path, None, *flags, variables=variables) as server:
             props = server.get("/props")
-            assert props["expert_pack"]["path"] == pack and props["model_path"] != str(model)
+            assert props["expert_pack"]["path"] == pack and props["model_path"] == str(tmp_path / "later.gguf")
             server.text("hello")
         files.shutdown()
 
@@ -147,8 +147,8 @@ def test_fit_counts_the_cache_and_not_the_experts(tmp_path: Path, model: Path, q
             return int(used[1]), int(left[1])
 
     experts_mib = sum(length for _, _, length in expert_ranges(model)) // (1 << 20)
-    assert experts_mib > 10
-    whole, margin = fitted()
+    assert experts_mib > 5
+    whole, margin = fitted("--no-repack")  # it does not count what is repacked
     trunk, packed_margin = fitted(*quarter, "--expert-cache", "50MiB")
     assert whole - trunk in (experts_mib, experts_mib + 1)
     assert packed_margin == margin + 50

@@ -57,7 +57,7 @@ stock: $(VENV)/tools
 	@mkdir -p build/stock
 	$(BIN)/cmake -S native -B build/stock -G Ninja -DEXPERT_PACK_STOCK=ON $(STOCK_OPTIONS) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 		> build/stock/configure.log || { tail -n 20 build/stock/configure.log; exit 1; }
-	$(BIN)/ninja -C build/stock --quiet llama mtmd test-llama-archs
+	$(BIN)/ninja -C build/stock --quiet llama mtmd test-llama-archs llama-server
 
 # MODEL=/path/to/model.gguf make bench compares with a model of yours
 bench: build stock

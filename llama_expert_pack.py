@@ -4,7 +4,7 @@
 >>> llm = Llama("model.gguf", expert_pack=True, expert_cache="20GiB")
 """
 
-from bridge import Llama
+from bridge.llama import Llama
 from pypack.counters import ExpertStats
 from pypack.errors import DecodeError, ExpertPackError
 

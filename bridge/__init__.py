@@ -1,5 +1,1 @@
-"""Joins pypack and the patched llama.cpp."""
-
-from bridge.llama import Llama
-
-__all__ = ["Llama"]
+"""Joins pypack and the patched llama.cpp: ``bridge.llama`` for Python, ``bridge.server`` for HTTP."""

@@ -20,7 +20,7 @@ from typing import Any
 from pypack.errors import NativeError
 
 LLAMA_CPP_PYTHON_VERSION = "0.3.36"
-_REBUILD = "reinstall llama-expert-pack on this machine (`make clean build` in a clone)"
+REBUILD = "reinstall llama-expert-pack on this machine (`make clean build` in a clone)"
 
 # names in /proc/cpuinfo of what the build may use
 _CPU_FLAGS = {
@@ -43,10 +43,10 @@ def library_dir() -> Path:
     """Folder of the patched libraries. Raises NativeError if they were not built."""
     spec = importlib.util.find_spec("bridge._provider")
     if spec is None or spec.origin is None:
-        raise NativeError(f"the native part of llama-expert-pack is not built: {_REBUILD}")
+        raise NativeError(f"the native part of llama-expert-pack is not built: {REBUILD}")
     folder = Path(spec.origin).parent / "lib"
     if not (folder / "libllama.so").exists():
-        raise NativeError(f"{folder}: expected libllama.so and its companions, found none: {_REBUILD}")
+        raise NativeError(f"{folder}: expected libllama.so and its companions, found none: {REBUILD}")
     return folder
 
 
@@ -56,7 +56,7 @@ def build_info() -> dict[str, Any]:
     try:
         info: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise NativeError(f"{path}: can't be read ({error}): {_REBUILD}") from error
+        raise NativeError(f"{path}: can't be read ({error}): {REBUILD}") from error
     return info
 
 
@@ -69,7 +69,7 @@ def check_cpu(needed: list[str], cpuinfo: str) -> None:
     if flags and missing:
         raise NativeError(
             f"{library_dir()}: the libraries were built for a processor with {', '.join(missing)}, "
-            f"which this one lacks: {_REBUILD}"
+            f"which this one lacks: {REBUILD}"
         )
 
 
@@ -82,16 +82,32 @@ def check_struct_sizes(llama_cpp: ModuleType, native: ctypes.CDLL) -> None:
         if expected != found:
             raise NativeError(
                 f"llama-cpp-python and the libraries in {library_dir()} do not belong together: {name} has {found} and "
-                f"{expected} bytes: {_REBUILD}"
+                f"{expected} bytes: {REBUILD}"
             )
+
+
+@cache
+def check_native() -> None:
+    """Proves that the native libraries fit this processor and this package. Raises NativeError."""
+    folder = library_dir()
+    if Path("/proc/cpuinfo").exists():
+        check_cpu(build_info()["cpu_features"], Path("/proc/cpuinfo").read_text())
+    try:
+        from bridge._provider import lib
+    except ImportError as error:
+        raise NativeError(f"the provider module can't be loaded ({error}): {REBUILD}") from error
+    if lib.expert_abi_version() != lib.EXPERT_ABI_VERSION:
+        raise NativeError(
+            f"{folder}: the library speaks provider ABI {lib.expert_abi_version()}, the bridge "
+            f"{lib.EXPERT_ABI_VERSION}: {REBUILD}"
+        )
 
 
 @cache
 def load() -> ModuleType:
     """Imports llama_cpp on the patched libraries, once. Raises NativeError with what to do."""
     folder = library_dir()
-    if Path("/proc/cpuinfo").exists():
-        check_cpu(build_info()["cpu_features"], Path("/proc/cpuinfo").read_text())
+    check_native()
     try:
         found = version("llama-cpp-python")
     except PackageNotFoundError:
@@ -111,15 +127,6 @@ def load() -> ModuleType:
         raise NativeError(
             f"llama_cpp was imported earlier with {loaded}: import llama_expert_pack before llama_cpp, "
             "so that both use the patched libraries"
-        )
-    try:
-        from bridge._provider import lib
-    except ImportError as error:
-        raise NativeError(f"the provider module can't be loaded ({error}): {_REBUILD}") from error
-    if lib.expert_abi_version() != lib.EXPERT_ABI_VERSION:
-        raise NativeError(
-            f"{folder}: the library speaks provider ABI {lib.expert_abi_version()}, the bridge "
-            f"{lib.EXPERT_ABI_VERSION}: {_REBUILD}"
         )
     check_struct_sizes(llama_cpp, binding._lib)
     return llama_cpp

@@ -11,10 +11,9 @@ from typing import Any
 from weakref import WeakSet
 
 from bridge import interrupts, library
+from bridge.model_pack import open_checked, working_set
 from pypack.counters import ExpertStats
-from pypack.errors import DecodeError, GGUFError, UsageError
-from pypack.ggml_types import NOT_COMPUTED_TYPES
-from pypack.pack import Pack, find_pack, open_pack
+from pypack.errors import DecodeError, UsageError
 from pypack.policy import DEFAULT_POLICY
 from pypack.reader import Verify
 from pypack.stats_file import StatsWriter
@@ -99,11 +98,11 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         model_path = os.fspath(model_path)
         try:
             if expert_pack is not None and expert_pack is not False:
-                pack = _open_checked(model_path, expert_pack)
+                pack = open_checked(model_path, expert_pack)
                 self._provider = Provider(
                     pack,
                     model_path,
-                    top_k=_top_k(pack, llama_kwargs.get("kv_overrides")),
+                    top_k=working_set(pack, llama_kwargs.get("kv_overrides")),
                     cache=expert_cache,
                     reserve=expert_cache_reserve,
                     direct_io=expert_direct_io,
@@ -251,24 +250,3 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
     def _note_batches(self, n_before: int) -> None:
         del self._batch_ends[bisect_right(self._batch_ends, n_before) :]
         self._batch_ends += [*range(n_before + self.n_batch, self.n_tokens, self.n_batch), self.n_tokens]
-
-
-def _open_checked(model_path: str, expert_pack: str | os.PathLike[str] | bool) -> Pack:
-    if not os.path.exists(model_path):  # noqa: PTH110
-        raise ValueError(f"Model path does not exist: {model_path}")
-    pack = open_pack(find_pack(model_path) if isinstance(expert_pack, bool) else expert_pack)
-    pack.check_source(model_path)
-    for role in (role for layer in pack.layers for role in layer.roles):
-        if role.type_name in NOT_COMPUTED_TYPES:
-            raise GGUFError(
-                f"{model_path}: {role.tensor} is of type {role.type_name}, which llama.cpp cannot multiply with: "
-                "quantize the model again to another type"
-            )
-    return pack
-
-
-def _top_k(pack: Pack, kv_overrides: dict[str, Any] | None) -> int:
-    """Experts that a token uses in a layer; 1 if neither the model nor an override says."""
-    facts = pack.manifest.model
-    override = (kv_overrides or {}).get(f"{facts.architecture}.expert_used_count", facts.expert_used_count)
-    return max(int(override), 1)

@@ -63,6 +63,7 @@ class Provider:
         self._stage_slots = stage_slots
         self._slots: list[memoryview | StagingPool] = []  # [n_slots] host memory, or how to get there
         self._error: ExpertPackError | None = None
+        self.arena_bytes: dict[str, int] = {}  # by device
         self.counters = Counters()
         self.cache = ExpertCache(pack.layers, make_policy(policy), self.counters)
         self._check_budget()
@@ -98,6 +99,11 @@ class Provider:
             raise NativeError(f"{self._pack.path}: the model uses none of the pack's weights")
         if not lib.expert_store_start(self._store):
             raise self._error or NativeError(_last_error())
+
+    @property
+    def address(self) -> int:
+        """Of the native store."""
+        return int(ffi.cast("uintptr_t", self._store))
 
     def stats(self) -> ExpertStats:
         """The counters now."""
@@ -156,6 +162,7 @@ class Provider:
             sizes = [pool.block_bytes for pool in plan.pools for _ in range(pool.n_slots)]
             self._slots += [arena[o : o + n] for o, n in zip(offsets.tolist(), sizes, strict=True)]
         self.cache.add_arena(plan)
+        self.arena_bytes[device] = plan.arena_bytes
 
     def _staging_pool(self, device: str) -> StagingPool:
         block_bytes = max(layer.block_bytes for layer in self._pack.layers)
@@ -262,7 +269,7 @@ class Provider:
         callbacks.abi_version, callbacks.struct_size = lib.EXPERT_ABI_VERSION, ffi.sizeof("expert_provider")
         callbacks.user = self._handle
         callbacks.open_arena, callbacks.fetch = lib.expert_pack_open_arena, lib.expert_pack_fetch
-        return lib.expert_store_create(model_path.encode(), layers, len(self._pack.layers), tables, callbacks)
+        return lib.expert_store_create(os.fsencode(model_path), layers, len(self._pack.layers), tables, callbacks)
 
 
 # ---- what C calls

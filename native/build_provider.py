@@ -1,6 +1,6 @@
-"""Writes the C source of bridge._provider (cffi, API mode) from the provider header.
+"""Writes the C source of a cffi module (API mode) of the bridge from its header.
 
-Usage: build_provider.py HEADER OUT.c
+Usage: build_provider.py {_provider,_server} HEADER OUT.c
 """
 
 import re
@@ -9,20 +9,29 @@ from pathlib import Path
 
 import cffi
 
-CALLBACKS = """
+# functions of ours that C calls, by module
+CALLBACKS = {
+    "_provider": """
 extern "Python" int expert_pack_open_arena(void *, const char *, uint64_t, const int32_t *, int32_t);
 extern "Python" int expert_pack_fetch(void *, int32_t, const int32_t *, int32_t, const int32_t *, int32_t, int32_t *);
-"""
+""",
+    "_server": """
+extern "Python" int expert_launcher_open(const expert_request *, expert_opened *);
+extern "Python" int expert_launcher_start(expert_opened *);
+extern "Python" void expert_launcher_close(void);
+extern "Python" const char * expert_launcher_why(void);
+""",
+}
 
 
-def main(header: str, out: str) -> None:
+def main(module: str, header: str, out: str) -> None:
     text = Path(header).read_text()
     match = re.search(r"// cffi: begin\n(.*)// cffi: end", text, re.DOTALL)
     if match is None:
         raise SystemExit(f"error: {header}: the cffi marks are missing")
     ffi = cffi.FFI()
-    ffi.cdef(match.group(1) + CALLBACKS)
-    ffi.set_source("bridge._provider", '#include "expert_provider.h"')
+    ffi.cdef(match.group(1) + CALLBACKS[module])
+    ffi.set_source(f"bridge.{module}", f'#include "{Path(header).name}"')
     ffi.emit_c_code(out)
 
 

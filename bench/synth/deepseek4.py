@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench.synth.shape import Shape, Tensor, bias, dense_ffn, experts, norm, router
+from bench.synth.shape import Shape, Tensor, bias, dense_ffn, ends, experts, norm, router
 
 SQRT_SOFTPLUS = 4  # expert_gating_func
 N_HYPER = 4
@@ -73,6 +73,7 @@ def deepseek4(shape: Shape, layer: int) -> Iterator[Tensor]:
 
 
 def deepseek4_ends(shape: Shape) -> Iterator[Tensor]:
+    yield from ends(shape)
     yield from _hyper_connection("output_hc", shape.n_embd, N_HYPER, 1)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.synth.blocks import generator, uniform, weights
+from bench.synth.blocks import generator, row_bytes, uniform, weights
 from bench.synth.shape import Tensor
 
 Chunks = Iterator[NDArray[Any]]
@@ -22,6 +22,16 @@ def _weight(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
 
 def _embedding(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
     return weights(tensor.type, bits, tensor.n_elements, tensor.gain)
+
+
+def _letters(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
+    """An output for llama's tokenizer: control tokens and bytes, the first 259, have logit 0, far from the best."""
+    n_zero = row_bytes(tensor.type, tensor.ne[0]) * 259
+    for chunk in _weight(tensor, bits):
+        data = chunk.reshape(-1).view(np.uint8)
+        data[:n_zero] = 0  # zero scales
+        n_zero = max(0, n_zero - data.size)
+        yield data
 
 
 def _norm(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
@@ -61,6 +71,7 @@ def _hash_table(tensor: Tensor, bits: np.random.SFC64) -> Chunks:
 FILLS: dict[str, Callable[[Tensor, np.random.SFC64], Chunks]] = {
     "weight": _weight,
     "embedding": _embedding,
+    "letters": _letters,
     "norm": _norm,
     "negative": _negative,
     "router": _router,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.synth.gqa import SIGMOID
-from bench.synth.shape import Shape, Tensor, bias, dense_ffn, experts, norm, router
+from bench.synth.shape import Shape, Tensor, bias, dense_ffn, ends, experts, norm, router
 
 N_CONV = 4
 
@@ -66,6 +66,7 @@ def kimi_k3(shape: Shape, layer: int) -> Iterator[Tensor]:
 
 
 def kimi_k3_ends(shape: Shape) -> Iterator[Tensor]:
+    yield from ends(shape)
     yield Tensor("output_res_score.weight", (shape.n_embd,))
 
 

@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.synth import deepseek4, gqa, kimi_k3, nemotron
+from bench.synth import bert, deepseek4, gqa, kimi_k3, llama, nemotron
 from bench.synth.gguf_out import read_kv, write_gguf
-from bench.synth.shape import Shape, Tensor, common_kv, ends
+from bench.synth.shape import Shape, Tensor, common_kv
+from bench.synth.shape import ends as decoder_ends
 
 
 def _nothing(shape: Shape) -> dict[str, Any]:
     return {}
 
 
-def _no_tensors(shape: Shape) -> Iterator[Tensor]:
-    yield from ()
-
-
 @dataclass(frozen=True)
 class Architecture:
     layer: Callable[[Shape, int], Iterator[Tensor]]
     kv: Callable[[Shape], dict[str, Any]] = _nothing
-    ends: Callable[[Shape], Iterator[Tensor]] = _no_tensors
+    ends: Callable[[Shape], Iterator[Tensor]] = decoder_ends
 
 
 ARCHITECTURES = {
+    "llama": Architecture(llama.llama, ends=llama.llama_ends),
+    "nomic-bert-moe": Architecture(bert.bert, bert.nomic_bert_moe_kv, bert.bert_ends),
+    "bert": Architecture(bert.bert, bert.rank_kv, bert.rank_ends),
     "qwen3moe": Architecture(gqa.qwen3moe),
     "grovemoe": Architecture(gqa.grovemoe, gqa.grovemoe_kv),
     "glm4moe": Architecture(gqa.glm4moe, gqa.glm4moe_kv),
@@ -44,7 +44,7 @@ def tensors(shape: Shape) -> list[Tensor]:
     """Every tensor of the model, in the order of the file."""
     arch = ARCHITECTURES[shape.arch]
     layers = (tensor for layer in range(shape.n_layer) for tensor in arch.layer(shape, layer))
-    return [*ends(shape), *arch.ends(shape), *layers]
+    return [*arch.ends(shape), *layers]
 
 
 def metadata(shape: Shape) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-# Our sources inside the patched libraries, the cffi module, and what is installed.
+# Our sources inside the patched libraries, the cffi modules, and what is installed.
 #
 # Only the files that need our headers get their folders: the others compile exactly as in stock, and a compiler cache
 # serves both builds.
@@ -23,6 +23,16 @@ expert_pack_sources(ggml-base
 expert_pack_sources(llama ${CMAKE_CURRENT_SOURCE_DIR}/src/llama_expert.cpp)
 patched_sources(ggml-cpu ggml/src/ggml-cpu/ggml-cpu.c ggml/src/ggml-cpu/ggml-cpu.cpp)
 patched_sources(llama src/llama-model-loader.cpp src/llama-adapter.cpp)
+expert_pack_sources(llama-common
+    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_args.cpp
+    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_session.cpp)
+patched_sources(llama-common common/arg.cpp common/common.cpp)
+patched_sources(server-context
+    tools/server/server-context.cpp tools/server/server-queue.cpp tools/server/server-task.cpp)
+expert_pack_sources(llama-server-impl
+    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_main.cpp
+    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_signals.cpp)
+patched_sources(llama-server-impl tools/server/server.cpp tools/server/server-models.cpp)
 if (EXPERT_PACK_CUDA)
     list(APPEND our_folders ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda ${LLAMA_CPP_DIR}/ggml/src/ggml-cuda)
     expert_pack_sources(ggml-cuda
@@ -35,17 +45,21 @@ if (EXPERT_PACK_CUDA)
         ggml/src/ggml-cuda/mmvf.cu ggml/src/ggml-cuda/mmf.cu)
 endif()
 
-# bridge/_provider: the provider ABI for Python, in API mode from the same header
-set(provider_c ${CMAKE_BINARY_DIR}/_provider.c)
-add_custom_command(
-    OUTPUT ${provider_c}
-    COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/build_provider.py
-            ${CMAKE_CURRENT_SOURCE_DIR}/include/expert_provider.h ${provider_c}
-    DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/include/expert_provider.h ${CMAKE_CURRENT_SOURCE_DIR}/build_provider.py)
-Python_add_library(_provider MODULE WITH_SOABI ${provider_c})
-target_include_directories(_provider PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/include)
-target_link_libraries(_provider PRIVATE ggml-base)
-set_target_properties(_provider PROPERTIES INSTALL_RPATH "$ORIGIN/lib")
+# The ABIs for Python, in API mode from the headers that C++ compiles. Further arguments: the libraries of a module.
+function(bridge_module name header)
+    set(header ${CMAKE_CURRENT_SOURCE_DIR}/include/${header})
+    set(generator ${CMAKE_CURRENT_SOURCE_DIR}/build_provider.py)
+    set(out ${CMAKE_BINARY_DIR}/${name}.c)
+    add_custom_command(
+        OUTPUT ${out} COMMAND ${Python_EXECUTABLE} ${generator} ${name} ${header} ${out} DEPENDS ${header} ${generator})
+    Python_add_library(${name} MODULE WITH_SOABI ${out})
+    target_include_directories(${name} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/include)
+    target_link_libraries(${name} PRIVATE ${ARGN})
+    set_target_properties(${name} PROPERTIES INSTALL_RPATH "$ORIGIN/lib")
+    install(TARGETS ${name} LIBRARY DESTINATION bridge)
+endfunction()
+bridge_module(_provider expert_provider.h ggml-base)
+bridge_module(_server expert_server.h llama-server-impl)
 
 set(libraries ggml-base ggml-cpu ggml llama llama-common mtmd llama-server-impl)
 if (EXPERT_PACK_CUDA)
@@ -69,5 +83,4 @@ foreach (library ${libraries})
     set_property(TARGET ${library} PROPERTY SOVERSION)
     install(FILES $<TARGET_FILE:${library}> DESTINATION bridge/lib)
 endforeach()
-install(TARGETS _provider LIBRARY DESTINATION bridge)
 install(FILES ${CMAKE_BINARY_DIR}/build_info.json DESTINATION bridge/lib)

@@ -102,6 +102,8 @@ int expert_store_add_arena(expert_store * store, const char * device, uint64_t n
 // Memory that reads for a device land in before they are copied there: page-aligned, page-locked where the device's
 // driver allows it (*pinned). Lives as long as the store. NULL and expert_last_error() on failure.
 void * expert_store_alloc_staging(expert_store * store, const char * device, uint64_t n_bytes, int * pinned);
+// The model is loaded: from now on no other one of the same file takes weights from this store.
+void expert_store_loaded(expert_store * store);
 // Opens the arenas of every device that has claimed weights, so that a wrong budget is known before the first
 // decode. 1 on success, else 0 and expert_last_error(). Done on first use otherwise.
 int expert_store_start(expert_store * store);

@@ -11,6 +11,11 @@
 #include <algorithm>
 #include <chrono>
 
+static std::atomic<bool> interrupted{false};
+
+void expert_interrupt(void) { interrupted = true; }
+bool expert_interrupted(void) { return interrupted; }
+
 static void count_acquire(expert_store * store, int32_t index, const std::vector<int32_t> & active, int64_t n_rows) {
     const expert_layer &  layer  = store->layers[index];
     const expert_tables & tables = store->tables;
@@ -107,6 +112,10 @@ static void next_pass(expert_store * store, std::unique_lock<std::mutex> & lock)
     expert_op & op = store->op;
     op.data.assign(store->layers[op.layer].n_expert, nullptr);
     while (!op.todo.empty()) {
+        if (interrupted) {
+            store->error = "the server is shutting down";
+            op.failed    = true;
+        }
         if (op.failed || !fetch(store, lock)) {
             fail_op(store, lock);
             return;

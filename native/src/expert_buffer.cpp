@@ -219,6 +219,10 @@ ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_b
         *error = expert_last_error();
         return nullptr;
     }
+    if (!store->claimed.insert(&ref).second) { // memory fitting loads the model several times, without its weights
+        store->claimed = {&ref};
+        store->layer_dev.assign(store->layers.size(), nullptr);
+    }
     if (store->layer_dev[ref.layer] && store->layer_dev[ref.layer] != dev) {
         expert_set_last_error("%s would be computed on %s and other experts of its layer on %s: put the layer on one device",
             ggml_get_name(meta), ggml_backend_dev_name(dev), ggml_backend_dev_name(store->layer_dev[ref.layer]));
@@ -226,7 +230,7 @@ ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_b
         return nullptr;
     }
     store->layer_dev[ref.layer] = dev;
-    store->n_claimed++;
+    store->n_claimed            = (int32_t) store->claimed.size();
     return buft_for(store, dev);
 }
 

@@ -33,6 +33,10 @@ ggml_backend_buffer_type_t expert_claim(int fd, const struct ggml_tensor * meta,
 // Whether a store of this model provides the tensor.
 bool expert_is_described(int fd, const char * tensor);
 
+// The process is to end: every computation that needs experts of a store fails from now on. For signal handlers.
+void expert_interrupt(void);
+bool expert_interrupted(void);
+
 // ---- MUL_MAT_ID in host memory
 //
 //   thread 0:     expert_op_begin(ref, rows per expert, threads, an id out of range or NULL)

@@ -309,8 +309,10 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
     return find_arena(store, dev);
 }
 
+void expert_store_loaded(expert_store * store) { store->loading = false; }
+
 int expert_store_start(expert_store * store) {
-    store->loading = false;
+    expert_store_loaded(store);
     for (ggml_backend_dev_t dev : store->layer_dev) {
         if (dev && !expert_store_open_arena(store, dev)) {
             return 0;

@@ -17,6 +17,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 struct expert_ref {
@@ -68,6 +69,7 @@ struct expert_store {
     expert_provider           provider = {};
 
     std::unordered_map<std::string, expert_ref>            refs;      // by tensor name
+    std::unordered_set<const expert_ref *>                 claimed;   // by the load under way
     std::vector<ggml_backend_dev_t>                        layer_dev; // [layer] device that computes it, NULL: not claimed
     std::atomic<int32_t>                                   n_claimed{0};
     std::atomic<bool>                                      loading{true}; // only the model it was made for claims

@@ -1,0 +1,1 @@
+"""Runs llama-server, stock or ours, with small local models."""

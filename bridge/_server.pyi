@@ -1,0 +1,5 @@
+# What cffi makes of native/include/expert_server.h.
+from typing import Any
+
+ffi: Any
+lib: Any

@@ -1,0 +1,236 @@
+// The expert pack of the model that a server runs: from the flags to the launcher, and what it counts to /metrics.
+#include "expert_session.h"
+
+#include "expert_flags.h"
+#include "expert_provider.h"
+#include "expert_server.h"
+
+#include "common.h"
+#include "ggml-backend.h"
+#include "log.h"
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <sstream>
+
+static const expert_launcher * launcher = nullptr;
+static std::string             executable;
+
+static std::mutex                           mutex; // guards what follows: HTTP threads read it
+static expert_opened                        opened       = {};
+static bool                                 session_open = false;
+static std::string                          info;             // kept while asleep
+static std::array<int64_t, EXPERT_COUNTERS> counted_before{}; // by sessions that are closed
+static int64_t                              n_failures_known = 0;
+
+void expert_session_set_launcher(const expert_launcher * given, const char * path) {
+    launcher   = given;
+    executable = path;
+}
+
+const std::string & expert_session_executable() { return executable; }
+
+// ---- open
+
+static std::string override_patterns(const common_params & params) {
+    // later, the list also holds what memory fitting added
+    static const std::string patterns = [&] {
+        std::string lines;
+        for (const auto & item : params.tensor_buft_overrides) {
+            lines += item.pattern ? std::string(item.pattern) + "\n" : "";
+        }
+        return lines;
+    }();
+    return patterns;
+}
+
+static int32_t top_k_override(const common_params & params) {
+    static const std::string suffix = ".expert_used_count";
+    for (const auto & item : params.kv_overrides) {
+        const std::string key = item.key;
+        if (item.tag == LLAMA_KV_OVERRIDE_TYPE_INT && key.size() > suffix.size() &&
+            key.compare(key.size() - suffix.size(), suffix.size(), suffix) == 0) {
+            return (int32_t) item.val_i64;
+        }
+    }
+    return 0;
+}
+
+static const char * given(const std::string & text) { return text.empty() ? nullptr : text.c_str(); }
+
+static void take_info() {
+    if (opened.info) {
+        info = opened.info;
+    }
+}
+
+bool expert_session::open(const common_params & params, llama_model_params & mparams) {
+    const expert_flags & flags = expert_flags_get();
+    if (flags.pack.empty() || !launcher) {
+        return true;
+    }
+    const std::string overrides = override_patterns(params);
+    expert_request    request   = {};
+    request.model_path          = params.model.path.c_str();
+    request.pack                = flags.pack.c_str();
+    request.cache               = flags.cache.c_str();
+    request.cache_reserve       = flags.cache_reserve.c_str();
+    request.policy              = given(flags.policy);
+    request.verify              = flags.verify.c_str();
+    request.stats_file          = given(flags.stats_file);
+    request.trace               = given(flags.trace);
+    request.overrides           = overrides.c_str();
+    request.stats_interval_s    = flags.stats_interval_s;
+    request.stage_slots         = flags.stage_slots;
+    request.read_splits         = flags.read_splits;
+    request.direct_io           = flags.direct_io;
+    request.split_by_layer      = params.split_mode == LLAMA_SPLIT_MODE_LAYER || params.split_mode == LLAMA_SPLIT_MODE_NONE;
+    request.top_k               = top_k_override(params);
+
+    expert_opened result = {};
+    if (!launcher->open(&request, &result)) {
+        LOG_ERR("%s\n", result.error ? result.error : "the expert pack could not be opened");
+        return false;
+    }
+    mparams.use_extra_bufts = false; // repacked weights add up in another order
+    if (mparams.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
+        mparams.load_mode = LLAMA_LOAD_MODE_MLOCK; // locking a mapping would lock the experts in it
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    opened           = result;
+    n_failures_known = 0;
+    session_open     = true;
+    is_open          = true;
+    take_info();
+    return true;
+}
+
+static size_t fit_bytes(ggml_backend_dev_t dev) {
+    size_t free  = 0;
+    size_t total = 0;
+    ggml_backend_dev_memory(dev, &free, &total);
+    return std::max<size_t>(opened.fit_bytes_min, std::min<size_t>(opened.fit_bytes_max, free / 2));
+}
+
+std::vector<size_t> expert_session::fit_target(const common_params & params) const {
+    std::vector<size_t> target = params.fit_params_target;
+    if (!is_open || target.empty()) {
+        return target;
+    }
+    size_t n_gpus = 0;
+    for (size_t i = 0; i < ggml_backend_dev_count() && n_gpus < target.size(); i++) {
+        ggml_backend_dev_t dev = ggml_backend_dev_get(i);
+        if (ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_GPU) {
+            target[n_gpus++] += fit_bytes(dev);
+        }
+    }
+    if (n_gpus == 0) { // fitting takes the first target for the host then
+        target[0] += fit_bytes(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU));
+    }
+    return target;
+}
+
+void expert_session::loaded() {
+    if (is_open) {
+        expert_store_loaded((expert_store *) opened.store);
+    }
+}
+
+bool expert_session_start() {
+    if (!session_open) {
+        return true;
+    }
+    expert_opened result = opened;
+    if (!launcher->start(&result)) {
+        LOG_ERR("%s\n", result.error ? result.error : "the expert cache could not be opened");
+        return false;
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    opened = result;
+    take_info();
+    return true;
+}
+
+bool expert_session_is_open() { return session_open; }
+
+expert_session::~expert_session() {
+    if (!is_open) {
+        return;
+    }
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        for (int i = 0; i < EXPERT_COUNTERS; i++) {
+            counted_before[i] += opened.counters[i];
+        }
+        session_open = false;
+        opened       = {};
+    }
+    launcher->close();
+}
+
+// ---- what is reported
+
+std::string expert_session_failure(const std::string & otherwise) {
+    if (!session_open || opened.counters[EXPERT_FAILURES] == n_failures_known) {
+        return otherwise;
+    }
+    n_failures_known = opened.counters[EXPERT_FAILURES];
+    const char * why = launcher->why();
+    return why && *why ? why : otherwise;
+}
+
+bool expert_session_check() {
+    const std::string why = expert_session_failure("");
+    if (!why.empty()) {
+        LOG_ERR("%s\n", why.c_str());
+    }
+    return why.empty();
+}
+
+std::string expert_session_info() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return info;
+}
+
+static const struct {
+    expert_counter index;
+    const char *   name;
+    const char *   help;
+    double         scale;
+} reported[] = {
+    {EXPERT_ACQUIRES, "lookups_total", "Expert layers looked up, one per layer and batch", 1},
+    {EXPERT_HITS, "hits_total", "Unique experts of a lookup that were in the cache", 1},
+    {EXPERT_MISSES, "misses_total", "Unique experts of a lookup that were not in the cache", 1},
+    {EXPERT_EVICTIONS, "evictions_total", "Experts that left the cache for another one", 1},
+    {EXPERT_LOADS, "loads_total", "Experts brought into the cache", 1},
+    {EXPERT_READ_BYTES, "read_bytes_total", "Bytes read from the expert pack", 1},
+    {EXPERT_H2D_BYTES, "device_copy_bytes_total", "Bytes of experts copied to a device", 1},
+    {EXPERT_WAIT_NS, "wait_seconds_total", "Time that computation waited for experts", 1e-9},
+    {EXPERT_IO_ERRORS, "read_errors_total", "Reads of experts that failed or had a wrong checksum", 1},
+    {EXPERT_IO_RETRIES, "read_retries_total", "Failed reads of experts that were tried again", 1},
+    {EXPERT_FALLBACKS, "buffered_reads_total", "Reads of experts that did not use direct I/O", 1},
+    {EXPERT_FAILURES, "failed_decodes_total", "Decodes that failed because an expert could not be brought in", 1},
+};
+
+std::string expert_session_metrics() {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (info.empty()) {
+        return "";
+    }
+    std::ostringstream text;
+    text.precision(15);
+    auto add = [&](const char * type, const std::string & name, const char * help, double value) {
+        const std::string full = "llamacpp:expert_" + name;
+        text << "# HELP " << full << " " << help << "\n# TYPE " << full << " " << type << "\n" << full << " " << value << "\n";
+    };
+    for (const auto & item : reported) {
+        const int64_t now = session_open ? opened.counters[item.index] : 0;
+        add("counter", item.name, item.help, (double) (counted_before[item.index] + now) * item.scale);
+    }
+    const int64_t n_resident = session_open ? opened.counters[EXPERT_LOADS] - opened.counters[EXPERT_EVICTIONS] : 0;
+    add("gauge", "cache_slots", "Experts that fit in the cache", opened.n_slots);
+    add("gauge", "cache_resident", "Experts in the cache", (double) n_resident);
+    add("gauge", "cache_bytes", "Size of the expert cache on all devices", (double) opened.cache_bytes);
+    return text.str();
+}

@@ -1,0 +1,10 @@
+// Upstream's shutdown takes locks. In a signal handler it would wait for ever for those that the interrupted thread
+// holds, so a thread of its own calls it.
+#pragma once
+
+#include <functional>
+
+// From now on the handler is called, on another thread, once for each signal that is posted.
+void expert_signals_start(std::function<void(int)> handler);
+// For signal handlers.
+void expert_signals_post(int number);

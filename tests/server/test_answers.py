@@ -1,0 +1,123 @@
+"""Texts at temperature 0 are stock's, whatever the server is asked to do."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.synth.gguf_out import write_gguf
+from bench.synth.shape import Tensor
+from tests.runtime.test_bytes import expert_ranges
+from tests.server.serving import OURS, Server, serving
+
+PROMPTS = ("Once upon a time", "The quick brown fox jumps over", "x " * 150)
+MODES = ("none", "mmap", "mlock", "mmap+mlock", "dio")
+NO_REPACK = ["--no-repack"]  # with a pack, ours never repacks
+
+
+def answers(server: Server) -> list[Any]:
+    """Texts of completions, alone and several at once in a chat, that start from an empty cache."""
+    chat = {"messages": [{"role": "user", "content": "Say something."}], "max_tokens": 16, "temperature": 0}
+    status, reply = server.call("/v1/chat/completions", chat)
+    assert status == 200, reply
+    return [server.text(prompt, cache_prompt=False) for prompt in PROMPTS] + [
+        reply["choices"][0]["message"].get("content"),
+        server.get("/slots")[0]["n_ctx"],
+    ]
+
+
+def of(folder: Path, model: Path, *flags: str, program: list[str] = OURS) -> list[Any]:
+    with serving(folder, model, *flags, program=program) as server:
+        found = answers(server)
+        assert any(found)
+        return found
+
+
+def test_texts(tmp_path: Path, model: Path, quarter: list[str], stock_server: list[str]) -> None:
+    stock = of(tmp_path, model, *NO_REPACK, program=stock_server)
+    assert of(tmp_path, model, *NO_REPACK) == stock
+    assert of(tmp_path, model, *quarter) == stock
+
+
+@pytest.fixture(scope="module")
+def hollow(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The model with garbage (NaN in every scale) in place of its experts, and its pack."""
+    folder = tmp_path_factory.mktemp("hollow")
+    path = Path(shutil.copy(model, folder))
+    for suffix in (".expert-pack", ".expert-pack.manifest.json"):
+        shutil.copy(model.with_suffix(suffix), folder)
+    for file, offset, length in expert_ranges(path):
+        with file.open("r+b") as out:
+            out.seek(offset)
+            out.write(b"\xff" * length)
+    return path
+
+
+def test_quarter_reads_and_evicts(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    with serving(tmp_path, model, *quarter, "--metrics") as server:
+        answers(server)
+        assert server.counter("evictions_total") > 0
+        assert server.counter("cache_resident") == server.counter("cache_slots") == 16
+
+
+@pytest.mark.parametrize("flags", [[], *([["--load-mode", mode] for mode in MODES]), ["--check-tensors"]], ids=" ".join)
+def test_the_models_own_experts_are_not_read(
+    tmp_path: Path, model: Path, hollow: Path, quarter: list[str], flags: list[str]
+) -> None:
+    with serving(tmp_path, hollow, *quarter, *flags) as server:
+        found = server.text(PROMPTS[0], cache_prompt=False)
+    with serving(tmp_path, model, *quarter) as server:
+        assert server.text(PROMPTS[0], cache_prompt=False) == found
+
+
+def test_draft_model(tmp_path: Path, models: Path, quarter: list[str], stock_server: list[str]) -> None:
+    draft = ["-md", str(models / "draft.gguf"), "--spec-type", "draft-simple"]
+    stock = of(tmp_path, models / "a.gguf", *NO_REPACK, *draft, program=stock_server)
+    assert of(tmp_path, models / "a.gguf", *quarter, *draft) == stock
+
+
+def test_model_is_its_own_draft(tmp_path: Path, model: Path, quarter: list[str], stock_server: list[str]) -> None:
+    draft = ["-md", str(model), "--spec-type", "draft-simple"]
+    stock = of(tmp_path, model, *NO_REPACK, *draft, program=stock_server)
+    assert of(tmp_path, model, *quarter, *draft) == stock
+    with serving(tmp_path, model, *quarter, *draft) as server:
+        assert server.complete("Once upon a time")[1]["timings"]["draft_n_accepted"] > 0
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA adapter for an attention weight and an expert weight."""
+    kv = {
+        "general.architecture": "qwen3moe",
+        "general.type": "adapter",
+        "adapter.type": "lora",
+        "adapter.lora.alpha": 8.0,
+    }
+    shapes = {"blk.0.attn_k": (256, 256, ()), "blk.1.ffn_up_exps": (256, 256, (16,))}
+    tensors = []
+    for name, (n_in, n_out, more) in shapes.items():
+        tensors.append(Tensor(f"{name}.weight.lora_a", (n_in, 4, *more), gain=4.0))
+        tensors.append(Tensor(f"{name}.weight.lora_b", (4, n_out, *more), gain=4.0))
+    return write_gguf(tmp_path_factory.mktemp("lora") / "adapter.gguf", kv, tensors)
+
+
+def test_lora(tmp_path: Path, model: Path, quarter: list[str], adapter: Path, stock_server: list[str]) -> None:
+    lora = ["--lora", str(adapter)]
+    stock = of(tmp_path, model, *NO_REPACK, *lora, program=stock_server)
+    assert of(tmp_path, model, *quarter, *lora) == stock
+    assert stock != of(tmp_path, model, *quarter)
+
+
+def test_embeddings(tmp_path: Path, model: Path, quarter: list[str], stock_server: list[str]) -> None:
+    def vectors(*flags: str, program: list[str] = OURS) -> Any:
+        with serving(tmp_path, model, "--embeddings", "--pooling", "mean", *flags, program=program) as server:
+            status, reply = server.call("/v1/embeddings", {"input": list(PROMPTS)})
+            assert status == 200, reply
+            return [item["embedding"] for item in reply["data"]]
+
+    stock = vectors(*NO_REPACK, program=stock_server)
+    assert len(stock) == len(PROMPTS) and len(stock[0]) == 256
+    assert vectors(*quarter) == stock

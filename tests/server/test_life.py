@@ -1,0 +1,154 @@
+"""Ends, sleep, several models."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.test_bytes import expert_ranges
+from tests.server.faults import waiting_file
+from tests.server.serving import OURS, SMALL, Server, faulty, launch, serving, wait_for
+
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+
+
+def end(server: Server, number: int) -> int:
+    try:
+        return server.stop(number)
+    finally:
+        server.process.kill()
+
+
+@SIGNALS
+def test_signal_while_loading(tmp_path: Path, number: int) -> None:
+    """The model's file is a pipe that nobody writes to: the load never ends by itself."""
+    fifo = tmp_path / "model.gguf"
+    os.mkfifo(fifo)
+    server = launch(tmp_path, ["-m", str(fifo), *SMALL])
+    wait_for(lambda: "loading model" in server.log or server.process.poll() is not None)
+    assert server.process.poll() is None, server.log
+    assert end(server, number) == -number  # as stock, which has no handler yet
+
+
+@SIGNALS
+def test_signal_during_the_first_read(tmp_path: Path, model: Path, quarter: list[str], number: int) -> None:
+    fault = tmp_path / "fault"
+    fault.write_text("slow 1000")
+    server = launch(tmp_path, ["-m", str(model), *SMALL, *quarter], faulty(fault))
+    wait_for(lambda: waiting_file(fault).exists() or server.process.poll() is not None)
+    assert server.process.poll() is None, server.log
+    assert end(server, number) == -number
+
+
+@SIGNALS
+def test_signal_during_a_read(tmp_path: Path, model: Path, quarter: list[str], number: int) -> None:
+    """A prompt in 32 batches that each need all experts: with such a disk it would take half an hour."""
+    fault = tmp_path / "fault"
+    server = launch(tmp_path, ["-m", str(model), *SMALL, *quarter, "--metrics", "-ub", "16"], faulty(fault))
+    server.wait_ready()
+    fault.write_text("slow 2")
+    prefill = threading.Thread(target=lambda: server.complete("word " * 400, 8))
+    before = server.counter("misses_total")
+    prefill.start()
+    wait_for(lambda: server.counter("misses_total") > before)
+    assert end(server, number) == 0
+    prefill.join()
+
+
+@SIGNALS
+def test_signal_during_decode(tmp_path: Path, model: Path, quarter: list[str], number: int) -> None:
+    server = launch(tmp_path, ["-m", str(model), *SMALL, *quarter, "--metrics", "-c", "8192"])
+    server.wait_ready()
+    decode = threading.Thread(target=lambda: server.complete("hello", 4000))
+    decode.start()
+    before = server.counter("lookups_total")
+    wait_for(lambda: server.counter("lookups_total") > before + 4 * 8)
+    assert end(server, number) == 0
+    decode.join()
+
+
+def test_sleep_and_wake(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    with serving(tmp_path, model, *quarter, "--metrics", "--sleep-idle-seconds", "1") as server:
+        expected = server.text("Once upon a time", cache_prompt=False)
+        asleep = "llamacpp:expert_cache_resident"
+        for _ in range(2):
+            counted = server.counter("loads_total")
+            wait_for(lambda: server.get("/props")["is_sleeping"])
+            assert server.metrics()[asleep] == 0
+            assert server.counter("loads_total") >= counted
+            assert server.get("/props")["expert_pack"]["path"].endswith("a.expert-pack")
+            assert server.text("Once upon a time", cache_prompt=False) == expected
+            assert server.counter("loads_total") > counted
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["module", "script"])
+def test_router_with_two_packs(tmp_path: Path, models: Path, quarter: list[str], installed: bool) -> None:
+    script = tmp_path / "llama-server"
+    script.write_text(f"#!{sys.executable}\nimport sys\nfrom bridge.server import main\nsys.exit(main())\n")
+    script.chmod(0o755)
+    program = [str(script)] if installed else OURS
+    alone = {}
+    for name in ("a", "b"):
+        with serving(tmp_path, models / f"{name}.gguf", *quarter) as server:
+            alone[name] = server.text("Once upon a time", cache_prompt=False)
+    preset = tmp_path / "models.ini"
+    preset.write_text(
+        f"[a]\nmodel = {models / 'a.gguf'}\nexpert-pack = auto\n\n"
+        f"[b]\nmodel = {models / 'b.gguf'}\nexpert-pack = {models / 'b.expert-pack'}\n"
+    )
+    with serving(tmp_path, None, "--models-preset", str(preset), "--metrics", *quarter[2:], program=program) as server:
+        for name in ("a", "b", "a"):
+            assert server.text("Once upon a time", cache_prompt=False, model=name) == alone[name]
+        for name in ("a", "b"):
+            pack = server.get(f"/props?model={name}")["expert_pack"]
+            assert pack["path"] == str(models / f"{name}.expert-pack") and pack["cache_slots"] == 16
+            assert "llamacpp:expert_hits_total" in server.get(f"/metrics?model={name}")
+
+
+def test_a_disk_that_fails_from_the_start(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    fault = tmp_path / "fault"
+    fault.write_text("fail")
+    server = launch(tmp_path, ["-m", str(model), *SMALL, *quarter], faulty(fault))
+    assert server.process.wait(60) == 1
+    assert "a.expert-pack" in server.log and "Input/output error" in server.log
+
+
+def test_model_that_is_downloaded_first(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    handler = partial(SimpleHTTPRequestHandler, directory=model.parent)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as files:
+        threading.Thread(target=files.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{files.server_port}/{model.name}"
+        pack = str(model.with_suffix(".expert-pack"))
+        variables = {"LLAMA_CACHE": str(tmp_path), "HF_HOME": str(tmp_path), "HOME": str(tmp_path)}
+        flags = ["-m", str(tmp_path / "later.gguf"), "--model-url", url, *quarter, "--expert-pack", pack]
+        with serving(tmp_path, None, *flags, variables=variables) as server:
+            props = server.get("/props")
+            assert props["expert_pack"]["path"] == pack and props["model_path"] == str(tmp_path / "later.gguf")
+            server.text("hello")
+        files.shutdown()
+
+
+def test_fit_counts_the_cache_and_not_the_experts(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    def fitted(*flags: str) -> tuple[int, int]:
+        """MiB that fitting takes the model for, and that it would leave free at least."""
+        with serving(tmp_path, model, "--fit", "on", "-lv", "5", *flags) as server:
+            server.text("hello")
+            used = re.search(r"projected to use (\d+) MiB of host memory", server.log)
+            left = re.search(r"will leave \d+ >= (\d+) MiB of system memory", server.log)
+            assert used and left, server.log
+            return int(used[1]), int(left[1])
+
+    experts_mib = sum(length for _, _, length in expert_ranges(model)) // (1 << 20)
+    assert experts_mib > 5
+    whole, margin = fitted("--no-repack")  # it does not count what is repacked
+    trunk, packed_margin = fitted(*quarter, "--expert-cache", "50MiB")
+    assert whole - trunk in (experts_mib, experts_mib + 1)
+    assert packed_margin == margin + 50

@@ -1,0 +1,58 @@
+"""The official OpenAI client, on a quarter of the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from openai import InternalServerError, OpenAI
+
+from tests.server.serving import Server, faulty, serving
+
+MESSAGES = [{"role": "user", "content": "Say something."}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, model: Path, quarter: list[str]) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("openai"), model, *quarter, "--alias", "packed") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["packed"]
+
+
+def test_chat_and_streamed_chat_agree(client: OpenAI) -> None:
+    options = {"model": "packed", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**options)  # type: ignore[call-overload]
+    parts = client.chat.completions.create(**options, stream=True)  # type: ignore[call-overload]
+    pieces = [part.choices[0].delta.content or "" for part in parts if part.choices]
+    assert whole.usage.completion_tokens > 0
+    assert "".join(pieces) == (whole.choices[0].message.content or "")
+
+
+def test_completions(client: OpenAI) -> None:
+    reply = client.completions.create(model="packed", prompt="Once upon a time", max_tokens=8, temperature=0)
+    assert reply.usage is not None and 0 < reply.usage.completion_tokens <= 8
+
+
+def test_embeddings(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    with serving(tmp_path, model, *quarter, "--embeddings", "--pooling", "mean") as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        reply = client.embeddings.create(model="packed", input=["one", "two"])
+        assert [len(item.embedding) for item in reply.data] == [256, 256]
+
+
+def test_a_read_error_is_an_internal_server_error(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    fault = tmp_path / "fault"
+    with serving(tmp_path, model, *quarter, program=faulty(fault)) as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        fault.write_text("fail")
+        with pytest.raises(InternalServerError, match="expert"):
+            client.chat.completions.create(model="packed", messages=MESSAGES, max_tokens=16)  # type: ignore[arg-type]

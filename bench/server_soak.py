@@ -116,7 +116,7 @@ def request(port: int, method: str, path: str, body: dict[str, Any] | None = Non
 def pieces(port: int, prompt: str, n_predict: int) -> Iterator[list[int]]:
     """The tokens of an answer as they arrive, mostly one by one. Closing it hangs up."""
     body = {"prompt": prompt, "n_predict": n_predict, "temperature": 0, "ignore_eos": True, "stream": True}
-    body["return_tokens"] = True
+    body |= {"return_tokens": True, "cache_prompt": False}
     with request(port, "POST", "/completion", body) as reply:
         if reply.status != 200:
             raise RuntimeError(reply.read().decode())
@@ -177,7 +177,7 @@ def main(model: Path, minutes: float, n_clients: int, cache: str | None, n_promp
     chance = random.Random(0)
     prompts = [" ".join(chance.choices(WORDS, k=chance.randint(3, 40))) for _ in range(n_prompts)]
     flags = ["-m", str(model), "--expert-pack", "auto", "--expert-cache", cache, "--expert-cache-reserve", "0"]
-    flags += ["-np", str(n_clients), "-c", str(512 * n_clients), "-ub", "1", "--no-ui"]
+    flags += ["-np", str(n_clients), "-c", str(512 * n_clients), "-ub", "1", "--cache-ram", "0", "--no-ui"]
 
     clients = [Client() for _ in range(n_clients)]
     states: list[tuple[float, int]] = []

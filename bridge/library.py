@@ -86,7 +86,6 @@ def check_struct_sizes(llama_cpp: ModuleType, native: ctypes.CDLL) -> None:
             )
 
 
-@cache
 def check_native() -> None:
     """Proves that the native libraries fit this processor and this package. Raises NativeError."""
     folder = library_dir()

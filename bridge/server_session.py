@@ -106,7 +106,7 @@ _session: _Session | None = None
 _kept: dict[str, Any] = {}  # strings that C holds
 
 
-def _trace(request: Any) -> dict[str, str]:
+def _trace(request: Any) -> dict[str, Any]:
     """The provider's argument for --expert-trace, if it can record."""
     if request.trace == ffi.NULL:
         return {}

@@ -73,7 +73,7 @@ def summary(folder: Path) -> dict[str, Any]:
     resident, missing = read(folder / "gpu_resident_h200.jsonl"), read(folder / "gpu_missing_h200.jsonl")
     comparison = read(folder / "gpu_compare_h200.jsonl")
     banner = next((r for r in resident if r["benchmark"] == "banner"), {})
-    name, driver, *_ = [*(banner.get("gpu") or "").split(", "), "", ""]
+    name, driver, _ = f"{banner.get('gpu') or ''}, , ".split(", ", 2)
 
     def idle(*rates: str) -> list[float | None]:
         return [over_stock(resident, model, "no-pack", rates) for model in (LARGE, SMALL)]

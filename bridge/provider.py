@@ -217,9 +217,7 @@ class Provider:
             done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
 
     def _pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        n: int = lib.expert_store_read(
-            self._store, fd, ffi.from_buffer(buffer), len(buffer), offset, self._read_splits
-        )
+        n: int = lib.expert_store_read(self._store, fd, ffi.from_buffer(buffer), len(buffer), offset, self._read_splits)
         if n < 0:
             raise OSError(-n, "the copy to the device failed" if -n == errno.EREMOTEIO else os.strerror(-n))
         return n

@@ -5,7 +5,6 @@ The server calls from its own threads and waits for the answer; one model is loa
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import re
@@ -60,8 +59,8 @@ class _Session:
             reserve=_text(request.cache_reserve),
             read_splits=request.read_splits,
             stage_slots=request.stage_slots,
+            trace=None if request.trace == ffi.NULL else _text(request.trace),
             **self.options,
-            **_trace(request),
         )
         self.stats_writer: StatsWriter | None = None
         if request.stats_file != ffi.NULL:
@@ -104,15 +103,6 @@ class _Session:
 
 _session: _Session | None = None
 _kept: dict[str, Any] = {}  # strings that C holds
-
-
-def _trace(request: Any) -> dict[str, Any]:
-    """The provider's argument for --expert-trace, if it can record."""
-    if request.trace == ffi.NULL:
-        return {}
-    if "trace" not in inspect.signature(Provider.__init__).parameters:
-        raise UsageError("this version can't record expert traces: drop --expert-trace")
-    return {"trace": _text(request.trace)}
 
 
 def _refuse_contradictions(request: Any, pack: Pack) -> None:

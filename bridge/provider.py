@@ -13,11 +13,14 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from bridge._provider import ffi, lib
 from bridge.library import build_info
 from pypack.budget import cache_budget, parse_size, plan_pools
 from pypack.cache import ExpertCache
 from pypack.counters import Counters, ExpertStats
+from pypack.direct_io import address
 from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
 from pypack.host_memory import host_memory_free
 from pypack.policy import make_policy
@@ -67,6 +70,9 @@ class Provider:
         self.counters = Counters()
         self.cache = ExpertCache(pack.layers, make_policy(policy), self.counters)
         self._check_budget()
+        self._verify = verify
+        self._digests: dict[int, tuple[int, bytes]] = {}  # by address: how many bytes a read has hashed there
+        self._hashed: set[tuple[int, int]] = set()  # (file, offset) of the blocks that were hashed before
         self._read_splits = check_count("read_splits", read_splits, 1)
         self._reader = Reader(
             pack,
@@ -76,6 +82,7 @@ class Provider:
             verify=verify,
             counters=self.counters,
             pread=self._pread,
+            digest=self._digest,
         )
         self._handle = ffi.new_handle(self)
         self._store = self._register(os.fspath(model_path))
@@ -217,10 +224,24 @@ class Provider:
             done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
 
     def _pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        n: int = lib.expert_store_read(self._store, fd, ffi.from_buffer(buffer), len(buffer), offset, self._read_splits)
+        place = (fd, offset)
+        hashes = self._verify == "every" or (self._verify == "first" and place not in self._hashed)
+        digest = ffi.new("uint8_t[16]") if hashes else ffi.NULL
+        self._digests.pop(address(buffer), None)
+        n: int = lib.expert_store_read(
+            self._store, fd, ffi.from_buffer(buffer), len(buffer), offset, self._read_splits, digest
+        )
         if n < 0:
             raise OSError(-n, "the copy to the device failed" if -n == errno.EREMOTEIO else os.strerror(-n))
+        if hashes and n == len(buffer):
+            self._hashed.add(place)
+            self._digests[address(buffer)] = (n, bytes(digest))
         return n
+
+    def _digest(self, block: memoryview) -> bytes:
+        """From the read of the block, which hashes while it waits for the drive; else computed now."""
+        n, digest = self._digests.pop(address(block), (0, b""))
+        return digest if n == len(block) else xxhash.xxh3_128_digest(block)
 
     def _start_trace(self, path: str, policy: str) -> None:
         header = encode_header(self._pack.layers, self._top_k, policy)

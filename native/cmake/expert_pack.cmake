@@ -20,6 +20,8 @@ expert_pack_sources(ggml-base
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_read.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_trace.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_buffer.cpp)
+set_source_files_properties(${CMAKE_CURRENT_SOURCE_DIR}/src/expert_read.cpp TARGET_DIRECTORY ggml-base
+    PROPERTIES INCLUDE_DIRECTORIES "${our_folders};${LLAMA_CPP_DIR}/vendor/hash") # for xxhash
 expert_pack_sources(llama ${CMAKE_CURRENT_SOURCE_DIR}/src/llama_expert.cpp)
 patched_sources(ggml-cpu ggml/src/ggml-cpu/ggml-cpu.c ggml/src/ggml-cpu/ggml-cpu.cpp)
 patched_sources(llama src/llama-model-loader.cpp src/llama-adapter.cpp)

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // cffi: begin
-#define EXPERT_ABI_VERSION 4
+#define EXPERT_ABI_VERSION 5
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
 
@@ -121,7 +121,9 @@ void expert_store_stage(expert_store * store, const void * buffer, uint64_t n_by
 // Reads n_bytes of an open file at offset into a slot or staging memory, in n_parts parts at most at the same time; from
 // staging memory each part is copied on to its slot as it arrives. Returns when all that has ended: how many bytes are
 // there before the first gap (fewer than asked for at the end of the file), or -errno; -EREMOTEIO: the copy failed.
-int64_t expert_store_read(expert_store * store, int fd, void * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts);
+// digest: NULL, or room for the xxh3_128 of the bytes, big-endian; valid if all of them are there.
+int64_t expert_store_read(
+    expert_store * store, int fd, void * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, uint8_t * digest);
 // A read has ended: the slot holds the expert's bytes, or it could not be filled (why: one sentence, copied).
 // The provider's own books must be right before the call: it may wake a computation that fetches at once.
 void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot);

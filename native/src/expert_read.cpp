@@ -7,6 +7,9 @@
 #include "expert_read.h"
 #include "expert_store.h"
 
+#define XXH_INLINE_ALL
+#include "xxhash/xxhash.h"
+
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +19,8 @@
 static const uint64_t ALIGNMENT      = 4096;
 static const uint64_t PART_BYTES_MIN = 1 << 20;
 static const size_t   N_THREADS      = 16;
+
+static const int64_t RUNNING = INT64_MIN;
 
 struct expert_read_parts {
     int                                 fd;
@@ -27,8 +32,7 @@ struct expert_read_parts {
 
     std::mutex              mutex; // guards what follows
     std::condition_variable ended;
-    size_t                  n_left;
-    std::vector<int64_t>    results; // [n_parts] bytes read, or -errno
+    std::vector<int64_t>    results; // [n_parts] bytes read, or -errno; RUNNING
 
     uint64_t length(size_t index) const { return std::min(part_bytes, n_bytes - index * part_bytes); }
 
@@ -40,9 +44,7 @@ struct expert_read_parts {
         }
         std::lock_guard<std::mutex> lock(mutex);
         results[index] = result;
-        if (--n_left == 0) {
-            ended.notify_all();
-        }
+        ended.notify_all();
     }
 
     int64_t fill(char * place, uint64_t length, int64_t at) const {
@@ -63,21 +65,35 @@ struct expert_read_parts {
         return (int64_t) done;
     }
 
-    int64_t wait() {
+    int64_t wait_for(size_t index) {
         std::unique_lock<std::mutex> lock(mutex);
-        ended.wait(lock, [&] { return n_left == 0; });
-        const auto failed = std::find_if(results.begin(), results.end(), [](int64_t result) { return result < 0; });
-        if (failed != results.end()) {
-            return *failed;
-        }
+        ended.wait(lock, [&] { return results[index] != RUNNING; });
+        return results[index];
+    }
+
+    // Waits for all parts, and hashes each while the next ones are still being read.
+    int64_t finish(uint8_t * digest) {
+        XXH3_state_t hash;
+        XXH3_128bits_reset(&hash);
+        int64_t  error   = 0;
         uint64_t n_there = 0;
+        bool     gap     = false;
         for (size_t i = 0; i < results.size(); i++) {
-            n_there += results[i];
-            if ((uint64_t) results[i] < length(i)) {
-                break;
+            const int64_t result = wait_for(i);
+            if (result < 0) {
+                error = error ? error : result;
+            } else if (!gap) {
+                n_there += result;
+                gap = (uint64_t) result < length(i);
+            }
+            if (digest && !error && !gap) {
+                XXH3_128bits_update(&hash, dest + i * part_bytes, length(i));
             }
         }
-        return (int64_t) n_there;
+        if (digest) {
+            XXH128_canonicalFromHash((XXH128_canonical_t *) digest, XXH3_128bits_digest(&hash));
+        }
+        return error ? error : (int64_t) n_there;
     }
 };
 
@@ -120,14 +136,14 @@ void expert_read_pool::run() {
 }
 
 int64_t expert_read_pool::read(
-    int fd, char * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, const arrived_t & arrived) {
+    int fd, char * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, const arrived_t & arrived, uint8_t * digest) {
     const uint64_t least = std::max(PART_BYTES_MIN, n_bytes / (uint64_t) std::max(n_parts, 1));
     uint64_t       each  = (least + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     if (n_bytes > each && !start_threads()) {
         each = n_bytes;
     }
     const size_t      n     = std::max<size_t>(1, (n_bytes + each - 1) / each);
-    expert_read_parts whole = {fd, dest, n_bytes, offset, each, arrived, {}, {}, n, std::vector<int64_t>(n, 0)};
+    expert_read_parts whole = {fd, dest, n_bytes, offset, each, arrived, {}, {}, std::vector<int64_t>(n, RUNNING)};
     {
         std::lock_guard<std::mutex> lock(mutex);
         for (size_t i = 1; i < n; i++) {
@@ -136,7 +152,7 @@ int64_t expert_read_pool::read(
     }
     wanted.notify_all();
     whole.run(0); // this thread would only wait
-    return whole.wait();
+    return whole.finish(digest);
 }
 
 // ---- the provider's side
@@ -146,7 +162,8 @@ void expert_store_stage(expert_store * store, const void * buffer, uint64_t n_by
     store->staged[(const char *) buffer] = {(const char *) buffer + n_bytes, slot};
 }
 
-int64_t expert_store_read(expert_store * store, int fd, void * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts) {
+int64_t expert_store_read(
+    expert_store * store, int fd, void * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, uint8_t * digest) {
     const char *                buffer = nullptr; // that dest lies in
     int32_t                     slot   = -1;
     expert_read_pool::arrived_t arrived;
@@ -161,5 +178,5 @@ int64_t expert_store_read(expert_store * store, int fd, void * dest, uint64_t n_
     if (buffer) {
         arrived = [=](const char * bytes, uint64_t n) { return expert_store_write(store, slot, bytes - buffer, bytes, n); };
     }
-    return store->readers.read(fd, (char *) dest, n_bytes, offset, n_parts, arrived);
+    return store->readers.read(fd, (char *) dest, n_bytes, offset, n_parts, arrived, digest);
 }

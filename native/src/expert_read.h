@@ -21,8 +21,10 @@ public:
     expert_read_pool & operator=(const expert_read_pool &) = delete;
 
     // Reads n_bytes at offset into dest, in n_parts parts at most; `arrived` is called for each, from any thread.
-    // How many bytes are there before the first gap, or -errno; -EREMOTEIO if `arrived` failed.
-    int64_t read(int fd, char * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, const arrived_t & arrived);
+    // How many bytes are there before the first gap, or -errno; -EREMOTEIO if `arrived` failed. digest: see
+    // expert_store_read().
+    int64_t read(
+        int fd, char * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, const arrived_t & arrived, uint8_t * digest);
 
 private:
     struct part {

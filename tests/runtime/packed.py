@@ -129,6 +129,17 @@ def reads(llm: Llama, fault: Pread, *, after: int = 0, times: int | None = None)
         reader._pread = usual
 
 
+def flip_byte(path: Path, offset: int) -> None:
+    """Of a file on the disk; once more to mend it."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def decode_error(call: Callable[[], Any]) -> str:
     """The text of the DecodeError that the call must raise."""
     try:

@@ -20,6 +20,7 @@ from tests.runtime.packed import (
     bits,
     decode_error,
     evaluate,
+    flip_byte,
     flipped_byte,
     loaded,
     reads,
@@ -301,3 +302,22 @@ def test_a_state_saved_after_a_failure_is_whole(tmp_path: Path) -> None:
         llm.load_state(state)
         llm.eval(tokens_at(10, 6, llm.n_vocab()))
         assert (bits(llm) == expected).all()
+
+
+@pytest.mark.parametrize("verify", ["first", "every"])
+@pytest.mark.parametrize("direct_io", [True, False])
+def test_a_damaged_pack_fails_the_decode_until_it_is_mended(verify: str, direct_io: bool, tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    pack = open_pack(find_pack(path))
+    places = [pack.extents(layer.index, expert)[0] for layer in pack.layers for expert in range(layer.n_expert)]
+    options = {"expert_cache": least(path), "expert_verify": verify, "expert_direct_io": direct_io}
+    with loaded(path, **options) as llm:
+        expected = evaluate(llm, BATCHES)
+    for place in places:
+        flip_byte(pack.path, place.offset + place.length // 2)
+    with loaded(path, **options) as llm:
+        text = decode_error(lambda: evaluate(llm, BATCHES[:1]))
+        assert "checksum" in text and "\n" not in text
+        for place in places:
+            flip_byte(pack.path, place.offset + place.length // 2)
+        assert np.array_equal(evaluate(llm, BATCHES), expected)

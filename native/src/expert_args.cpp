@@ -61,7 +61,7 @@ std::vector<common_arg> expert_args() {
         common_arg({"--expert-stage-slots"}, "N", "experts that are read at the same time at most (default: 12)",
             [](common_params &, int value) { expert_flags_get().stage_slots = positive("the number of stage slots", value); })
             .set_env("LLAMA_ARG_EXPERT_STAGE_SLOTS"),
-        common_arg({"--expert-read-splits"}, "N", "parts that one expert is read in at most, in parallel (default: 4)",
+        common_arg({"--expert-read-splits"}, "N", "parts that one expert is read in at most, in parallel (default: 8)",
             [](common_params &, int value) { expert_flags_get().read_splits = positive("the number of read splits", value); })
             .set_env("LLAMA_ARG_EXPERT_READ_SPLITS"),
         common_arg({"--expert-direct-io"}, {"--no-expert-direct-io"},

@@ -13,7 +13,7 @@ struct expert_flags {
     std::string trace;
     double      stats_interval_s = 10.0;
     int         stage_slots      = 12;
-    int         read_splits      = 4;
+    int         read_splits      = 8;
     bool        direct_io        = true;
 };
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import xxhash
@@ -52,16 +52,7 @@ class ReadablePack(Protocol):
     def digest(self, layer: int, expert: int) -> bytes: ...
 
 
-class _Segment(NamedTuple):
-    """A piece of an extent; cut points are multiples of ALIGNMENT in the file."""
-
-    file_id: int
-    offset: int
-    length: int
-    dest_offset: int
-
-
-_Part = list[_Segment]
+_Part = Sequence[Extent]  # cut at multiples of ALIGNMENT in the file
 
 
 @dataclass(eq=False)
@@ -74,7 +65,7 @@ class _Block:
     dest: memoryview
     on_done: OnDone
     retries_left: int
-    parts: list[_Part] = field(default_factory=list)
+    parts: Sequence[_Part] = ()
     n_left: int = 0  # parts not yet ended
     failed: list[_Part] = field(default_factory=list)
     error: ReadError | None = None
@@ -201,10 +192,10 @@ class Reader:
         _zero_gaps(block.dest, block.extents)
         n_idle = len(self._threads) // self._n_in_flight
         n_parts = min(self._read_splits, max(1, n_idle), -(-len(block.dest) // _PART_BYTES_MIN))
-        block.parts = _cut(block.extents, n_parts)
+        block.parts = [block.extents] if n_parts == 1 else _cut(block.extents, n_parts)
         self._enqueue(block, block.parts)
 
-    def _enqueue(self, block: _Block, parts: list[_Part]) -> None:
+    def _enqueue(self, block: _Block, parts: Sequence[_Part]) -> None:
         block.n_left = len(parts)
         block.failed = []
         for part in parts:
@@ -231,7 +222,7 @@ class Reader:
 
     def _settle(self, block: _Block) -> None:
         """All parts have ended: report the block, or read again what failed."""
-        again = block.failed
+        again: Sequence[_Part] = block.failed
         if not again:
             block.error = self._digest_error(block)
             if block.error is None:
@@ -331,10 +322,10 @@ def check_count(name: str, value: int, least: int) -> int:
     return value
 
 
-def _cut(extents: Sequence[Extent], n_parts: int) -> list[_Part]:
+def _cut(extents: Sequence[Extent], n_parts: int) -> Sequence[_Part]:
     """At most ``n_parts`` parts of about equal bytes, cut at multiples of ALIGNMENT in the file."""
     part_bytes = align_up(-(-sum(extent.length for extent in extents) // n_parts), ALIGNMENT)
-    parts: list[_Part] = [[]]
+    parts: list[list[Extent]] = [[]]
     n_left = part_bytes
     for extent in extents:
         start, end = extent.offset, extent.offset + extent.length
@@ -343,7 +334,7 @@ def _cut(extents: Sequence[Extent], n_parts: int) -> list[_Part]:
                 parts.append([])
                 n_left = part_bytes
             cut = min(end, align_up(start + n_left, ALIGNMENT))
-            parts[-1].append(_Segment(extent.file_id, start, cut - start, extent.dest_offset + start - extent.offset))
+            parts[-1].append(Extent(extent.file_id, start, cut - start, extent.dest_offset + start - extent.offset))
             n_left -= cut - start
             start = cut
     return parts

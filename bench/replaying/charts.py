@@ -15,6 +15,7 @@ def draw_hit_rates(rows: Sequence[dict[str, Any]], path: Path, *, default: str) 
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "llama-expert-pack"  # the same picture gives the same file
+    matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
     figure, (rates, gaps) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
@@ -32,9 +33,10 @@ def draw_hit_rates(rows: Sequence[dict[str, Any]], path: Path, *, default: str) 
             gaps.plot(shares, gap, color=rates.lines[-1].get_color(), linewidth=style["linewidth"])
     for axes, title in ((rates, "hit rate, %"), (gaps, "below Belady with bypass, percentage points")):
         axes.set_xscale("log")
+        axes.minorticks_off()
+        axes.set_xticks(shares, [f"{share:g}" for share in shares])
         axes.set_xlabel("cache, % of all experts")
         axes.set_title(title, fontsize=10)
-        axes.grid(alpha=0.3)
     figure.legend(*rates.get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)

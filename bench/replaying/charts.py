@@ -8,9 +8,11 @@ from typing import Any
 
 __all__ = ["draw_hit_rates"]
 
+SHOWN = ("freq-age", "freq-recency", "lru", "s3-fifo", "belady", "belady-bypass")  # beside the default
+
 
 def draw_hit_rates(rows: Sequence[dict[str, Any]], path: Path, *, default: str) -> None:
-    """An SVG of one trace's rows, as bench.replay makes them. The default policy stands out."""
+    """An SVG of one trace's rows, as bench.replay makes them: the default policy, which stands out, and SHOWN."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -20,7 +22,7 @@ def draw_hit_rates(rows: Sequence[dict[str, Any]], path: Path, *, default: str) 
 
     figure, (rates, gaps) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     best = {row["budget"]: row["hit_rate"] for row in rows if row["policy"] == "belady-bypass"}
-    for policy in dict.fromkeys(row["policy"] for row in rows):
+    for policy in (policy for policy in (default, *SHOWN) if any(row["policy"] == policy for row in rows)):
         mine = [row for row in rows if row["policy"] == policy]
         shares = [100 * row["share"] for row in mine]
         is_bound = policy.startswith("belady")

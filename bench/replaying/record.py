@@ -3,7 +3,8 @@
     python -m bench.replaying.record FOLDER                               # all of them
     python -m bench.replaying.record FOLDER --model MODEL.gguf            # a model of yours, with the same texts
 
-`sample` is the trained model in bench/data: what it was asked and what it answered, sampled. The others have random
+`sample` is the trained model in bench/data: what it was asked and what it answered, sampled; `held-out` the same with
+other texts, on which no policy was tuned. The others have random
 weights and the true number of experts of large models at small widths; they route by their routers' favourites and by
 what a token looks like, so their tokens are drawn as those of text are distributed.
 """
@@ -14,7 +15,7 @@ import json
 import lzma
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,30 @@ OPENINGS = (
     "These are the names of the sons who went down with their father:",
     "There was to be a ball on Thursday, and every young lady in the neighbourhood",
 )
+HELD_OUT = (
+    "In the evening the whole family",
+    "The servant of the house said to him,",
+    "I will sing of your",
+    "Captain Wentworth had not",
+    "There were in the same country",
+    "Her father, who had never",
+    "A certain man had two sons;",
+    "Elinor was grieved to see",
+    "And the sea",
+    "You must allow me to tell you, sir,",
+)
 N_ANSWER = 150  # tokens
 N_DRAWN = ((96, 200), (40, 250), (200, 150), (10, 300), (150, 200))  # tokens of a prompt, of an answer
 
 
-def record(model: Path, pack: Path, trace: Path, *, cache_share: float = 0.25) -> None:
+def texts_of(name: str) -> list[str]:
+    if name == "held-out":
+        return [*HELD_OUT, *HELD_OUT]
+    requests = [request["prompt"] for request in json.loads((DATA / "ten_requests.json").read_text())]
+    return [text for pair in zip(OPENINGS, requests, strict=True) for text in pair]
+
+
+def record(model: Path, pack: Path, trace: Path, texts: Sequence[str], *, cache_share: float = 0.25) -> None:
     """Run the texts, or, on a model without a tokenizer, drawn tokens: prompts in batches, then single tokens."""
     from llama_expert_pack import Llama
 
@@ -60,6 +80,7 @@ def record(model: Path, pack: Path, trace: Path, *, cache_share: float = 0.25) -
         model,
         expert_pack=pack,
         expert_cache=int(pack.stat().st_size * cache_share),
+        expert_policy="freq-age",  # has no constants: the check against live counters holds when those of others change
         expert_trace=trace,
         n_ctx=512,
         n_batch=64,
@@ -67,17 +88,16 @@ def record(model: Path, pack: Path, trace: Path, *, cache_share: float = 0.25) -
         verbose=False,
     )
     try:
-        run = _drawn if llm.metadata["tokenizer.ggml.model"] in ("no_vocab", "test") else _texts
-        for token in run(llm):
+        has_text = llm.metadata["tokenizer.ggml.model"] not in ("no_vocab", "test")
+        for token in _answers(llm, texts) if has_text else _drawn(llm):
             llm.eval([token])
     finally:
         llm.close()
 
 
-def _texts(llm: Any) -> Iterator[int]:
-    """The ten requests and OPENINGS in turn, each answered; one seed for each."""
-    requests = [request["prompt"] for request in json.loads((DATA / "ten_requests.json").read_text())]
-    for seed, text in enumerate(text for pair in zip(OPENINGS, requests, strict=True) for text in pair):
+def _answers(llm: Any, texts: Sequence[str]) -> Iterator[int]:
+    """Of one text after another, each with its own seed."""
+    for seed, text in enumerate(texts):
         llm.reset()
         llm.set_seed(seed)
         llm.eval(llm.tokenize(text.encode())[:300])
@@ -107,7 +127,9 @@ def main(folder: Path, model: Path | None, pack: Path | None) -> None:
             _save(folder, model.stem, model, pack or convert(model).path)
             return
         with tempfile.TemporaryDirectory() as made:
-            _save(folder, "sample", SAMPLE, convert(SAMPLE, Path(made)).path)
+            pack = convert(SAMPLE, Path(made)).path
+            for name in ("sample", "held-out"):
+                _save(folder, name, SAMPLE, pack)
             for name, sizes in MODELS.items():
                 path = make_model(Path(made) / f"{name}.gguf", name, **NARROW, **sizes)
                 _save(folder, name, path, convert(path).path)
@@ -119,7 +141,7 @@ def main(folder: Path, model: Path | None, pack: Path | None) -> None:
 def _save(folder: Path, name: str, model: Path, pack: Path) -> None:
     with tempfile.TemporaryDirectory() as made:
         trace = Path(made) / "run.trace"
-        record(model, pack, trace)
+        record(model, pack, trace, texts_of(name))
         path = folder / f"{name}.trace.xz"
         path.write_bytes(lzma.compress(trace.read_bytes(), preset=9))
     print(f"recorded {path}")

@@ -124,11 +124,8 @@ def _swap(topic: NDArray[np.int64], n: int, random: np.random.Generator) -> None
 
 
 PRESETS: dict[str, Habits] = {
-    # DeepSeek-V4-Flash's shape, 12 of its layers: single tokens, and requests with prompts
+    # DeepSeek-V4-Flash's shape, 12 of its layers; the same with weak favourites, but a token likes what the one before used
     "synthetic-dsv4": Habits(),
-    "synthetic-dsv4-requests": Habits(prompt_tokens=300, batch=128),
-    # strong favourites; weak favourites, but a token likes what the one before used
-    "synthetic-skewed": Habits(skew=1.2, repeat=0.1),
     "synthetic-recent": Habits(skew=0.4, repeat=0.4),
     # Kimi-K3's shape, 6 of its layers
     "synthetic-k3": Habits(n_layers=6, n_experts=896, top_k=16, block_bytes=11 << 20, n_tokens=800),

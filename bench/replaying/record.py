@@ -4,9 +4,9 @@
     python -m bench.replaying.record FOLDER --model MODEL.gguf            # a model of yours, with the same texts
 
 `sample` is the trained model in bench/data: what it was asked and what it answered, sampled; `held-out` the same with
-other texts, on which no policy was tuned. The others have random
-weights and the true number of experts of large models at small widths; they route by their routers' favourites and by
-what a token looks like, so their tokens are drawn as those of text are distributed.
+other texts, on which no policy was tuned. The others have random weights and the true number of experts of large models
+at small widths; they route by their routers' favourites and by what a token looks like, so their tokens are drawn as
+those of text are distributed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NARROW: dict[str, Any] = {
     "n_embd": 256, "n_ff_exp": 64, "n_ff": 256, "n_head": 8, "head_dim": 64, "n_vocab": 4096,
     "type": "Q8_0", "trunk_type": "Q8_0",
 }  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {  # by preset; strong favourites, as in gpu_compare.sh
+MODELS: dict[str, dict[str, Any]] = {  # by preset; strong favourites, dsv4's and k3's as in gpu_compare.sh
     "qwen3moe": {"n_layer": 12, "router_spread": 0.8},
     "dsv4": {"n_layer": 8, "router_spread": 0.9},
     "k3": {"n_layer": 7, "router_spread": 1.0, "latent": 256},

@@ -36,7 +36,7 @@ def draw_hit_rates(rows: Sequence[dict[str, Any]], path: Path, *, default: str) 
     for axes, title in ((rates, "hit rate, %"), (gaps, "below Belady with bypass, percentage points")):
         axes.set_xscale("log")
         axes.minorticks_off()
-        axes.set_xticks(shares, [f"{share:g}" for share in shares])
+        axes.set_xticks(shares, [f"{share:.3g}" for share in shares])
         axes.set_xlabel("cache, % of all experts")
         axes.set_title(title, fontsize=10)
     figure.legend(*rates.get_legend_handles_labels(), loc="outside right center", fontsize=8)

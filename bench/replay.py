@@ -1,10 +1,10 @@
 """Replays traces against every cache policy and against the best that was possible (Belady), at a range of budgets.
 
-    python -m bench.replay TRACE... [--policy NAME]... [--budgets 5%,10%,20%] [--out FOLDER]
-    python -m bench.replay --synthetic
+    python -m bench.replay [TRACE...] [--policy NAME]... [--budgets 5%,10%,20%] [--out FOLDER]
 
-Record a trace with Llama(..., expert_trace=PATH). For each trace: whether a replay as recorded gives the counters of
-the run, then a table of hit rates. With --out also results.jsonl and an SVG of hit rate and gap to Belady over budget.
+Record a trace with Llama(..., expert_trace=PATH). Without one: those of docs/POLICY.md. For each trace: whether a
+replay as recorded gives the counters of the run, then a table of hit rates. With --out also results.jsonl and an SVG
+of hit rate and gap to Belady over budget.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +32,9 @@ from pypack.policy import DEFAULT_POLICY, POLICIES, make_policy
 from pypack.trace import Trace, read_trace
 
 BELADY, BYPASS = "belady", "belady-bypass"
-DEFAULT_BUDGETS = "1%,2%,4%,8%,14%,25%,40%,60%"
+DEFAULT_BUDGETS = "0.5%,1%,2%,4%,8%,14%,25%,50%"
+STORED = Path(__file__).parent / "data" / "traces"
+STORED_GROUPS = {"sample": "trained", "qwen3moe": "random weights", "dsv4": "random weights", "k3": "random weights"}
 
 Row = dict[str, Any]
 
@@ -48,7 +50,7 @@ def run(trace: Trace, policy_name: str, budget_bytes: int) -> Counts:
     return replay_compiled(trace, pools, policy) if compiled else replay(trace, pools, policy)
 
 
-def replay_all(trace: Trace, name: str, policies: Sequence[str], budgets: Sequence[str]) -> list[Row]:
+def replay_all(trace: Trace, name: str, group: str, policies: Sequence[str], budgets: Sequence[str]) -> list[Row]:
     """A row for each policy and each budget that holds a working set, in this order."""
     trace = trace.only_acquires()
     n_per_token = sum(min(trace.top_k, layer.n_expert) for layer in trace.layers)
@@ -57,17 +59,17 @@ def replay_all(trace: Trace, name: str, policies: Sequence[str], budgets: Sequen
     def row(job: tuple[str, str]) -> Row | None:
         policy, budget = job
         budget_bytes = parse_size(budget, trace.payload_bytes)
-        start = time.perf_counter()
+        start = time.thread_time()
         try:
             counts = run(trace, policy, budget_bytes)
         except BudgetError:
             return None
         share = budget_bytes / trace.payload_bytes
         return {
-            "trace": name, "policy": policy, "budget": budget, "share": share,
+            "trace": name, "group": group, "policy": policy, "budget": budget, "share": share,
             "holds_tokens": share * n_experts / n_per_token, "acquires": counts.acquires, "hits": counts.hits,
             "misses": counts.misses, "evictions": counts.evictions, "hit_rate": counts.hit_rate,
-            "decode_hit_rate": counts.decode_hit_rate, "seconds": time.perf_counter() - start,
+            "decode_hit_rate": counts.decode_hit_rate, "cpu_s": time.thread_time() - start,
         }  # fmt: skip
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -98,24 +100,30 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def ranking(rows: Iterable[Row]) -> str:
-    """Markdown: policies by the mean, over traces and budgets, of their hits over Belady's (with bypass)."""
-    best = {}
-    rows = list(rows)
-    for row in rows:
-        if row["policy"] == BYPASS:
-            best[row["trace"], row["budget"]] = row["hits"]
-    shares: dict[str, list[float]] = defaultdict(list)
-    rates: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        shares[row["policy"]].append(row["hits"] / max(1, best[row["trace"], row["budget"]]))
-        rates[row["policy"]].append(row["hit_rate"])
-    mean = {policy: sum(found) / len(found) for policy, found in shares.items()}
-    mean_rate = {policy: sum(found) / len(found) for policy, found in rates.items()}
-    lines = ["| policy | share of the possible hits, mean | worst | hit rate, mean |", "|---|---|---|---|"]
-    for policy in sorted(mean, key=lambda name: -mean[name]):
-        lines.append(f"| {policy} | {mean[policy]:.3f} | {min(shares[policy]):.3f} | {mean_rate[policy]:.3f} |")
-    return "\n".join(lines)
+def ranking(rows: Sequence[Row]) -> str:
+    """Markdown: policies by their mean share of the hits that Belady (with bypass) has.
+
+    Groups count the same, in a group its traces, of a trace its budgets. Last: what the replays took.
+    """
+    best = {(row["trace"], row["budget"]): row["hits"] for row in rows if row["policy"] == BYPASS}
+    n_budgets = Counter(trace for trace, _ in best)
+    group_of = {row["trace"]: row["group"] for row in rows}
+    n_traces = Counter(group_of.values())
+    found: list[tuple[float, str]] = []
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        shares, rates = dict.fromkeys(n_traces, 0.0), 0.0
+        mine = [row for row in rows if row["policy"] == policy]
+        for row in mine:
+            weight = 1 / n_budgets[row["trace"]] / n_traces[row["group"]]
+            shares[row["group"]] += weight * row["hits"] / max(1, best[row["trace"], row["budget"]])
+            rates += weight * row["hit_rate"] / len(n_traces)
+        mean = sum(shares.values()) / len(shares)
+        cpu_s = 1e6 * sum(row["cpu_s"] for row in mine) / sum(row["acquires"] for row in mine)
+        cells = [f"{mean:.3f}", *(f"{share:.3f}" for share in shares.values()), f"{rates:.3f}", f"{cpu_s:.1f}"]
+        found.append((mean, f"| {policy} | {' | '.join(cells)} |"))
+    titles = ["policy", "share of the possible hits", *n_traces, "hit rate", "CPU s per million acquires"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    return "\n".join(lines + [line for _, line in sorted(found, reverse=True)])
 
 
 def check_live(trace: Trace) -> str:
@@ -137,27 +145,23 @@ def check_live(trace: Trace) -> str:
 @click.option("--policy", "policies", multiple=True, help="Only this policy; may be repeated. Default: all.")
 @click.option("--budgets", default=DEFAULT_BUDGETS, show_default=True, help="Sizes, or shares of all experts.")
 @click.option("--out", type=click.Path(path_type=Path), help="A folder for results.jsonl and one SVG a trace.")
-@click.option("--synthetic", is_flag=True, help="Add the made-up traces of bench/replaying/synthetic.py.")
 @click.option("--allow-cut", is_flag=True, help="Take traces that were not ended.")
 def main(
     traces: tuple[Path, ...],
     policies: tuple[str, ...],
     budgets: str,
     out: Path | None,
-    synthetic: bool,
     allow_cut: bool,
 ) -> None:
     try:
         for policy in policies:
             make_policy(policy)
-        if not traces and not synthetic:
-            raise click.UsageError("give traces, or --synthetic")
         names = [*(policies or POLICIES), BELADY, BYPASS]
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
         rows: list[Row] = []
-        for name, trace in _load(traces, synthetic, allow_cut):
-            found = replay_all(trace, name, names, budgets.split(","))
+        for name, group, trace in _load(traces, allow_cut):
+            found = replay_all(trace, name, group, names, budgets.split(","))
             print(f"\n### {name}\n\n{_facts(trace)}; {check_live(trace)}.\n\n{table(found)}")
             rows += found
             if out is not None and found:
@@ -170,12 +174,15 @@ def main(
         sys.exit(1)
 
 
-def _load(paths: Sequence[Path], synthetic: bool, allow_cut: bool) -> Iterable[tuple[str, Trace]]:
+def _load(paths: Sequence[Path], allow_cut: bool) -> Iterable[tuple[str, str, Trace]]:
+    """Name, group and trace."""
     for path in paths:
-        yield path.stem, read_trace(path, allow_cut=allow_cut)
-    if synthetic:
+        yield path.name.split(".")[0], "given", read_trace(path, allow_cut=allow_cut)
+    if not paths:
+        for name, group in STORED_GROUPS.items():
+            yield name, group, read_trace(STORED / f"{name}.trace.xz")
         for name, habits in PRESETS.items():
-            yield name, synthetic_trace(habits)
+            yield name, "made up", synthetic_trace(habits)
 
 
 def _facts(trace: Trace) -> str:

@@ -2,10 +2,9 @@
 
 TinyLfu    newcomers pass a window (1/32 of the slots, by last use). The one that leaves it meets the least
            recently used expert of the rest: the one with the lower aged freq is evicted.
-ByBudget   evicts the smallest aged freq / (age + patience). A pool that holds what a few tokens use has a patience
-           of one acquire: recency tells most. One that holds less has a patience of some tokens: by recency an
-           expert would be gone each time before it is used again, so that frequency must keep some, and rare
-           experts are the first to go.
+ByBudget   evicts the smallest aged freq / (age + patience). Where the pool holds less than a token uses, an expert
+           would by recency be gone each time before it is used again: a long patience lets frequency decide, and
+           rare experts are the first to go. The more tokens it holds, the shorter the patience, and recency decides.
 """
 
 from __future__ import annotations
@@ -68,14 +67,13 @@ def _oldest(indices: Keys, used: Ints, n: int) -> list[int]:
 
 
 class ByBudget(PoolPolicy):
-    FEW_TOKENS = 1.5
-    PATIENCE_TOKENS = 4
-    HALF_LIFE_TOKENS = 64  # for each token's experts that the pool holds
+    PATIENCE_TOKENS = 32  # divided by the tokens whose experts the pool holds
+    HALF_LIFE_TOKENS = 24  # times those
 
     def _start(self, pool: Pool, n_keys: int) -> None:
-        holds_tokens = pool.n_slots / max(1, pool.n_per_token)
-        self._offset = self.PATIENCE_TOKENS * len(pool.layers) if holds_tokens < self.FEW_TOKENS else 1
-        self._aged = AgedFrequency(n_keys, int(self.HALF_LIFE_TOKENS * max(1.0, holds_tokens)) * len(pool.layers))
+        holds_tokens = max(1.0, pool.n_slots / max(1, pool.n_per_token))
+        self._offset = max(1, int(self.PATIENCE_TOKENS / holds_tokens * len(pool.layers)))
+        self._aged = AgedFrequency(n_keys, int(self.HALF_LIFE_TOKENS * holds_tokens * len(pool.layers)))
 
     def victims(self, candidates: Keys, n: int, freq: Ints, last_use: Ints, now: int) -> Keys:
         used = last_use.take(candidates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import os
 import zlib
 from dataclasses import dataclass
@@ -117,14 +118,19 @@ class Trace:
 
 
 def read_trace(path: str | os.PathLike[str], *, allow_cut: bool = False) -> Trace:
-    """Reads and checks a trace. ``allow_cut``: take the complete records of one that was not ended.
+    """Reads and checks a trace, compressed if its name ends in .xz. ``allow_cut``: take the complete records of one
+    that was not ended.
 
     Raises :class:`TraceError`.
     """
     try:
         data = Path(path).read_bytes()
+        if Path(path).suffix == ".xz":
+            data = lzma.decompress(data)
     except OSError as error:
         raise TraceError(f"{path}: the trace can't be read: {error.strerror}") from error
+    except lzma.LZMAError as error:
+        raise TraceError(f"{path} is not a whole xz file: {error}: copy or record it again") from error
     head, size = decode_header(data, path)
     body = data[size:]
     found = decode_end(body[-END_BYTES:]) if len(body) >= END_BYTES else None

@@ -125,6 +125,7 @@ def replay_as_recorded(trace: Trace, policy: Policy, pools: Sequence[Pool] | Non
     cache = _Cache(trace, trace.recorded_pools() if pools is None else pools, policy)
     keys = trace.keys().astype(np.intp)
     now = 0
+    failed_early: list[int] = []  # reads that ended before their fetch was recorded
     for i in range(len(trace.kind)):
         kind, number = trace.kind[i], int(trace.number[i])
         pool, wanted = cache.pool_of_layer[trace.layer[i]], keys[trace.start[i] : trace.start[i + 1]]
@@ -136,6 +137,11 @@ def replay_as_recorded(trace: Trace, policy: Policy, pools: Sequence[Pool] | Non
                 cache.fetch(pool, missing, cache.place[wanted[there]], now)
         elif kind == Kind.FETCH:
             cache.fetch(pool, wanted[:number], cache.place[wanted[number:]], now)
+            for key in failed_early:
+                cache.read_failed(pool, key)
+            failed_early.clear()
+        elif kind == Kind.READ_FAILED and cache.place[wanted[0]] < 0:
+            failed_early.append(int(wanted[0]))
         elif kind == Kind.READ_FAILED:
             cache.read_failed(pool, int(wanted[0]))
     return cache.counts

@@ -7,8 +7,7 @@ things move it, as text does:
     topics    every `topic_tokens` tokens the ranks of half of the experts are those of another topic, which comes back
     repeat    with this probability a token chooses an expert of the token before again
 
-Tokens come in requests: a prompt evaluated in batches, where an acquire names every expert that some token of the
-batch uses, then single tokens. The same arguments give the same trace.
+Tokens come one at a time. The same arguments give the same trace.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ DRIFT_TOKENS = 256
 
 @dataclass(frozen=True)
 class Habits:
-    """``n_tokens`` in requests of ``prompt_tokens`` (in batches of ``batch``) and ``answer_tokens``."""
-
     n_layers: int = 12
     n_experts: int = 256
     top_k: int = 6
@@ -40,46 +37,26 @@ class Habits:
     n_topics: int = 4
     topic_tokens: int = 300
     repeat: float = 0.2
-    prompt_tokens: int = 0
-    batch: int = 512
-    answer_tokens: int = 200
     n_tokens: int = 1200
 
 
 def synthetic_trace(habits: Habits, seed: int = 1) -> Trace:
-    random = np.random.default_rng(seed)
-    chosen = _choices(habits, random)
-    layer, step, number, ids = [], [], [], []
-    for i, (first, last) in enumerate(_batches(habits)):
-        for index in range(habits.n_layers):
-            experts = np.unique(chosen[first:last, index])
-            layer.append(index)
-            step.append(i)
-            number.append((last - first) * habits.top_k)
-            ids.append(experts)
-    sizes = np.array([len(experts) for experts in ids], np.int64)
     h = habits
+    chosen = _choices(h, np.random.default_rng(seed))
+    n_events = h.n_tokens * h.n_layers
     layers = tuple(Layer(i, i, "exps", h.n_experts, i * h.n_experts, h.block_bytes, ()) for i in range(h.n_layers))
     return Trace(
-        "synthetic", "", h.top_k, layers, np.full(len(layer), Kind.ACQUIRE, np.uint8), np.array(layer, np.int32),
-        np.array(step, np.int64), np.array(number, np.int64), np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes))),
-        np.concatenate(ids).astype(np.int32),
-    )  # fmt: skip
-
-
-def _batches(habits: Habits) -> list[tuple[int, int]]:
-    """(first, last + 1) token of each batch."""
-    batches: list[tuple[int, int]] = []
-    at = 0
-    while at < habits.n_tokens:
-        prompt_end = min(at + habits.prompt_tokens, habits.n_tokens)
-        while at < prompt_end:
-            batches.append((at, min(at + habits.batch, prompt_end)))
-            at = batches[-1][1]
-        for _ in range(min(habits.answer_tokens, habits.n_tokens - at)):
-            batches.append((at, at + 1))
-            at += 1
-    return batches
+        path="synthetic",
+        policy="",
+        top_k=h.top_k,
+        layers=layers,
+        kind=np.full(n_events, Kind.ACQUIRE, np.uint8),
+        layer=np.tile(np.arange(h.n_layers, dtype=np.int32), h.n_tokens),
+        step=np.repeat(np.arange(h.n_tokens), h.n_layers),
+        number=np.full(n_events, h.top_k, np.int64),
+        start=np.arange(n_events + 1) * h.top_k,
+        ids=np.sort(chosen, axis=2).reshape(-1),
+    )
 
 
 def _choices(habits: Habits, random: np.random.Generator) -> NDArray[np.int32]:
@@ -124,11 +101,8 @@ def _swap(topic: NDArray[np.int64], n: int, random: np.random.Generator) -> None
 
 
 PRESETS: dict[str, Habits] = {
-    # DeepSeek-V4-Flash's shape, 12 of its layers: single tokens, and requests with prompts
+    # DeepSeek-V4-Flash's shape, 12 of its layers; the same with weak favourites, but a token likes what the one before used
     "synthetic-dsv4": Habits(),
-    "synthetic-dsv4-requests": Habits(prompt_tokens=300, batch=128),
-    # strong favourites; weak favourites, but a token likes what the one before used
-    "synthetic-skewed": Habits(skew=1.2, repeat=0.1),
     "synthetic-recent": Habits(skew=0.4, repeat=0.4),
     # Kimi-K3's shape, 6 of its layers
     "synthetic-k3": Habits(n_layers=6, n_experts=896, top_k=16, block_bytes=11 << 20, n_tokens=800),

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.replay import STORED, check_live
 from bench.replaying.belady import Belady, BeladyBypass
-from bench.replaying.cache import replay
+from bench.replaying.cache import replay, replay_as_recorded
 from bench.replaying.native import has_twin, replay_compiled
 from pypack.layout import Layer
 from pypack.policy import POLICIES
 from pypack.policy_base import Policy
 from pypack.policy_scores import StaticHot, aging_period
-from pypack.trace import Trace
+from pypack.trace import Trace, read_trace
 from pypack.trace_format import Kind
 
 
@@ -80,6 +83,24 @@ def test_the_policies_differ() -> None:
     hits = {type(p).__name__: replay_compiled(trace, pools, p).hits for p in every_policy(trace.n_keys)}
     assert len(set(hits.values())) == len(hits)
     assert max(hits, key=lambda name: hits[name]) == "Belady"
+
+
+def test_a_read_may_fail_before_its_fetch_is_recorded() -> None:
+    """More experts than slots, so that fetches are recorded; the slot of the failed read is free afterwards."""
+    kinds = [Kind.ACQUIRE, Kind.FETCH, Kind.READ_FAILED, Kind.ACQUIRE, Kind.ACQUIRE, Kind.ACQUIRE]
+    experts = [[0, 1, 2], [0, 1], [0], [2], [3], [1]]
+    found = []
+    for order in ([0, 1, 2, 3, 4, 5], [0, 2, 1, 3, 4, 5]):
+        trace = make_trace([(5, 4096)], [(0, experts[i]) for i in order])
+        trace = replace(trace, kind=np.array([kinds[i] for i in order], np.uint8))
+        found.append(replay_as_recorded(trace, POLICIES["lru"](), trace.pools(2 * 4096)))
+    assert found[0] == found[1]
+    assert (found[0].hits, found[0].misses, found[0].evictions) == (0, 6, 2)
+
+
+@pytest.mark.parametrize("path", sorted(STORED.iterdir()), ids=lambda path: path.name)
+def test_stored_traces_give_the_counters_of_their_runs(path: Path) -> None:
+    assert "gives the run's counters" in check_live(read_trace(path))
 
 
 def test_aging_counts_in_tokens() -> None:

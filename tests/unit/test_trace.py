@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import struct
 from pathlib import Path
 
@@ -119,6 +120,15 @@ def test_a_cut_trace_gives_its_complete_records(n_bytes: int, tmp_path: Path) ->
     assert trace.kind.tolist() == whole.kind[:n].tolist()
     assert trace.ids.tolist() == whole.ids[: whole.start[n]].tolist()
     assert 16 * n + 2 * len(trace.ids) <= n_bytes
+
+
+def test_compressed_traces(tmp_path: Path) -> None:
+    path = tmp_path / "x.trace.xz"
+    path.write_bytes(lzma.compress(TRACE))
+    assert read_trace(path).ids.tolist() == read_trace(written(tmp_path, TRACE)).ids.tolist()
+    path.write_bytes(lzma.compress(TRACE)[:-9])
+    with pytest.raises(TraceError, match=r"x.trace.xz is not a whole xz file"):
+        read_trace(path)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ typedef struct expert_request {
     const char * policy;
     const char * verify;
     const char * stats_file;
+    const char * stats_interval; // seconds
     const char * trace;
     const char * overrides; // patterns of --override-tensor and its kin, one a line
-    double       stats_interval_s;
     int32_t      stage_slots;
     int32_t      read_splits;
     int32_t      direct_io;

@@ -40,7 +40,7 @@ typedef struct expert_request {
 typedef struct expert_opened {
     void *          store;         // expert_store *
     const int64_t * counters;      // [EXPERT_COUNTERS]
-    const char *    info;          // JSON object for /props, NULL: none yet
+    const char *    info;          // JSON object for /props, set by start()
     const char *    error;         // one sentence when a callback returned 0
     uint64_t        fit_bytes_min; // what memory fitting must leave for the cache on a device: at least and
     uint64_t        fit_bytes_max; // at best

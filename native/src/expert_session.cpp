@@ -20,7 +20,7 @@ static std::string             executable;
 static std::mutex                           mutex; // guards what follows: HTTP threads read it
 static expert_opened                        opened       = {};
 static bool                                 session_open = false;
-static std::string                          info;             // kept while asleep, as the cache's gauges are
+static std::string                          info; // kept while asleep, as the cache's gauges are
 static int64_t                              n_resident_last = 0;
 static std::array<int64_t, EXPERT_COUNTERS> counted_before{}; // by sessions that are closed
 static int64_t                              n_failures_known = 0;
@@ -60,12 +60,6 @@ static int32_t top_k_override(const common_params & params) {
 }
 
 static const char * given(const std::string & text) { return text.empty() ? nullptr : text.c_str(); }
-
-static void take_info() {
-    if (opened.info) {
-        info = opened.info;
-    }
-}
 
 static bool load_failed(const std::string & why) {
     LOG_ERR("%s\n", why.c_str());
@@ -110,7 +104,6 @@ bool expert_session::open(const common_params & params, llama_model_params & mpa
     n_failures_known = 0;
     session_open     = true;
     is_open          = true;
-    take_info();
     return true;
 }
 
@@ -155,7 +148,7 @@ bool expert_session_start() {
     }
     std::lock_guard<std::mutex> lock(mutex);
     opened = result;
-    take_info();
+    info   = result.info;
     return true;
 }
 
@@ -196,9 +189,7 @@ bool expert_session_check() {
     return why.empty() || load_failed(why);
 }
 
-std::string expert_session_load_failure(const std::string & otherwise) {
-    return load_failure.empty() ? otherwise : load_failure;
-}
+std::string expert_session_load_failure(const std::string & otherwise) { return load_failure.empty() ? otherwise : load_failure; }
 
 std::string expert_session_info() {
     std::lock_guard<std::mutex> lock(mutex);

@@ -71,7 +71,7 @@ REFUSED = [
     (["--expert-cache-reserve", "900TiB"], "are reserved"),
     (["--expert-pack", "missing.expert-pack"], "missing.expert-pack"),
     (["--expert-stats-file", "/nowhere/stats.json"], "/nowhere/stats.json: the statistics file cannot be written"),
-    (["--expert-verify", "maybe"], "verify must be one of "),
+    (["--expert-verify", "maybe"], "verify must be one of first, off, every, not 'maybe'"),
     (["--expert-policy", "fifo"], "there is no cache policy 'fifo': choose one of"),
     (["--expert-stage-slots", "0"], "stage_slots must be a whole number of at least 1, not 0"),
     (["--expert-read-splits", "0"], "read_splits must be a whole number of at least 1, not 0"),

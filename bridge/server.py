@@ -18,6 +18,7 @@ from pypack.errors import NativeError
 
 def main() -> int:
     """Runs llama-server with this process's arguments and returns its exit status."""
+    _spin_briefly()
     try:
         library.check_native()
         run = _native_main()
@@ -34,6 +35,14 @@ def _native_main() -> Callable[[list[bytes], bytes], int]:
     except ImportError as error:
         raise NativeError(f"the server's library can't be loaded ({error}): {library.REBUILD}") from error
     return run
+
+
+def _spin_briefly() -> None:
+    """By default OpenMP's threads spin for milliseconds, also while one of them waits for a read, which then waits for a
+    processor. Long enough for the steps of a computation is a tenth of that. libgomp looks when it is loaded.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
 def _give_signals_back() -> None:

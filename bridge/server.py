@@ -38,10 +38,11 @@ def _native_main() -> Callable[[list[bytes], bytes], int]:
 
 
 def _spin_briefly() -> None:
-    """By default OpenMP's threads spin for milliseconds, also while one of them waits for a read, which then waits for a
-    processor. Long enough for the steps of a computation is a tenth of that. libgomp looks when it is loaded.
+    """With a pack, threads of a computation wait for reads. OpenMP lets them spin for milliseconds by default, and the
+    read then waits for a processor. A tenth of that is enough between steps. libgomp looks when it is loaded.
     """
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    with_pack = "LLAMA_ARG_EXPERT_PACK" in os.environ or any(arg.startswith("--expert-pack") for arg in sys.argv)
+    if with_pack and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "10000"
 
 

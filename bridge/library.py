@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -105,6 +104,8 @@ def check_native() -> None:
 @cache
 def load() -> ModuleType:
     """Imports llama_cpp on the patched libraries, once. Raises NativeError with what to do."""
+    from importlib.metadata import PackageNotFoundError, version
+
     folder = library_dir()
     check_native()
     try:

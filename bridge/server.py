@@ -18,6 +18,7 @@ from pypack.errors import NativeError
 
 def main() -> int:
     """Runs llama-server with this process's arguments and returns its exit status."""
+    _spin_briefly()
     try:
         library.check_native()
         run = _native_main()
@@ -34,6 +35,15 @@ def _native_main() -> Callable[[list[bytes], bytes], int]:
     except ImportError as error:
         raise NativeError(f"the server's library can't be loaded ({error}): {library.REBUILD}") from error
     return run
+
+
+def _spin_briefly() -> None:
+    """With a pack, threads of a computation wait for reads. OpenMP lets them spin for milliseconds by default, and the
+    read then waits for a processor. A tenth of that is enough between steps. libgomp looks when it is loaded.
+    """
+    with_pack = "LLAMA_ARG_EXPERT_PACK" in os.environ or any(arg.startswith("--expert-pack") for arg in sys.argv)
+    if with_pack and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
 def _give_signals_back() -> None:

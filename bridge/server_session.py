@@ -66,7 +66,7 @@ class _Session:
         if request.stats_file != ffi.NULL:
             try:
                 self.stats_writer = StatsWriter(
-                    _text(request.stats_file), request.stats_interval_s, self.provider.stats
+                    _text(request.stats_file), _seconds(_text(request.stats_interval)), self.provider.stats
                 )
             except BaseException:
                 self.provider.close()
@@ -121,6 +121,13 @@ def _refuse_contradictions(request: Any, pack: Pack) -> None:
                 f"--cpu-moe, --n-cpu-moe or --override-tensor places {hit}, which comes from the expert pack: drop "
                 "that flag (where the cache lies follows from --gpu-layers), or drop --expert-pack"
             )
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"the statistics interval must be a number of seconds above 0, not {text!r}") from None
 
 
 # ---- what C calls

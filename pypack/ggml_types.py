@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import NamedTuple
-
-from gguf.constants import GGML_QUANT_SIZES
 
 
 class TypeTraits(NamedTuple):
@@ -15,11 +15,22 @@ class TypeTraits(NamedTuple):
     block_bytes: int
 
 
+def _quant_sizes() -> dict[int, TypeTraits]:
+    """gguf's table. Its file alone: importing all of gguf takes longer than loading a small model."""
+    package = importlib.util.find_spec("gguf")
+    assert package is not None and package.origin is not None
+    spec = importlib.util.spec_from_file_location("_gguf_constants", Path(package.origin).with_name("constants.py"))
+    assert spec is not None and spec.loader is not None
+    constants = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(constants)
+    return {int(t): TypeTraits(t.name, values, size) for t, (values, size) in constants.GGML_QUANT_SIZES.items()}
+
+
 # As in the pinned llama.cpp; gguf 0.19 does not list the first yet, and has the size of an older one of the second.
 _PINNED: dict[int, TypeTraits] = {42: TypeTraits("Q2_0", 64, 18), 9: TypeTraits("Q8_1", 32, 36)}
 
 GGML_TYPES: dict[int, TypeTraits] = {
-    **{int(t): TypeTraits(t.name, values, size) for t, (values, size) in GGML_QUANT_SIZES.items()},
+    **_quant_sizes(),
     **_PINNED,
 }
 

@@ -6,8 +6,6 @@ import sys
 import time
 from typing import Any, Protocol
 
-from tqdm import tqdm  # type: ignore[import-untyped]
-
 _LINE_INTERVAL_S = 5.0
 
 
@@ -35,6 +33,8 @@ class Bar:
         self._bar: Any = None
 
     def start(self, total_bytes: int, done_bytes: int) -> None:
+        from tqdm import tqdm  # type: ignore[import-untyped]  # a server that starts does not wait for it
+
         self._bar = tqdm(
             total=total_bytes,
             initial=done_bytes,

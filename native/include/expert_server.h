@@ -26,9 +26,9 @@ typedef struct expert_request {
     const char * policy;
     const char * verify;
     const char * stats_file;
+    const char * stats_interval; // seconds
     const char * trace;
     const char * overrides; // patterns of --override-tensor and its kin, one a line
-    double       stats_interval_s;
     int32_t      stage_slots;
     int32_t      read_splits;
     int32_t      direct_io;
@@ -40,7 +40,7 @@ typedef struct expert_request {
 typedef struct expert_opened {
     void *          store;         // expert_store *
     const int64_t * counters;      // [EXPERT_COUNTERS]
-    const char *    info;          // JSON object for /props, NULL: none yet
+    const char *    info;          // JSON object for /props, set by start()
     const char *    error;         // one sentence when a callback returned 0
     uint64_t        fit_bytes_min; // what memory fitting must leave for the cache on a device: at least and
     uint64_t        fit_bytes_max; // at best

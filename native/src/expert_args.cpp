@@ -1,43 +1,15 @@
 // The --expert-* flags as arguments of llama.cpp's parser: help, environment variables, config files and router presets
-// treat them like upstream's own.
+// treat them like upstream's own. The launcher checks the values when it opens a pack.
 #include "expert_flags.h"
 #include "expert_session.h"
 
 #include "arg.h"
 
 #include <cstring>
-#include <stdexcept>
 
 expert_flags & expert_flags_get() {
     static expert_flags flags;
     return flags;
-}
-
-static int positive(const char * name, int value) {
-    if (value < 1) {
-        throw std::invalid_argument(std::string(name) + " must be at least 1, not " + std::to_string(value));
-    }
-    return value;
-}
-
-static double seconds(const std::string & text) {
-    size_t       used  = 0;
-    const double value = std::stod(text, &used);
-    if (used != text.size() || !(value > 0)) {
-        throw std::invalid_argument("expected a number of seconds above 0, found \"" + text + "\"");
-    }
-    return value;
-}
-
-static const std::string & one_of(const std::string & value, const std::vector<std::string> & choices) {
-    std::string listed;
-    for (const std::string & choice : choices) {
-        if (choice == value) {
-            return value;
-        }
-        listed += (listed.empty() ? "" : ", ") + choice;
-    }
-    throw std::invalid_argument("expected one of " + listed + ", found \"" + value + "\"");
 }
 
 std::vector<common_arg> expert_args() {
@@ -59,10 +31,10 @@ std::vector<common_arg> expert_args() {
             [](common_params &, const std::string & value) { expert_flags_get().policy = value; })
             .set_env("LLAMA_ARG_EXPERT_POLICY"),
         common_arg({"--expert-stage-slots"}, "N", "experts that are read at the same time at most (default: 12)",
-            [](common_params &, int value) { expert_flags_get().stage_slots = positive("the number of stage slots", value); })
+            [](common_params &, int value) { expert_flags_get().stage_slots = value; })
             .set_env("LLAMA_ARG_EXPERT_STAGE_SLOTS"),
         common_arg({"--expert-read-splits"}, "N", "parts that one expert is read in at most, in parallel (default: 8)",
-            [](common_params &, int value) { expert_flags_get().read_splits = positive("the number of read splits", value); })
+            [](common_params &, int value) { expert_flags_get().read_splits = value; })
             .set_env("LLAMA_ARG_EXPERT_READ_SPLITS"),
         common_arg({"--expert-direct-io"}, {"--no-expert-direct-io"},
             "read experts past the page cache, with O_DIRECT (default: enabled)",
@@ -70,15 +42,13 @@ std::vector<common_arg> expert_args() {
             .set_env("LLAMA_ARG_EXPERT_DIRECT_IO"),
         common_arg({"--expert-verify"}, "{first,every,off}",
             "check an expert's checksum at its first read, at every read, or not at all (default: first)",
-            [](common_params &, const std::string & value) {
-                expert_flags_get().verify = one_of(value, {"first", "every", "off"});
-            })
+            [](common_params &, const std::string & value) { expert_flags_get().verify = value; })
             .set_env("LLAMA_ARG_EXPERT_VERIFY"),
         common_arg({"--expert-stats-file"}, "FNAME", "file that gets the expert cache's counters as JSON",
             [](common_params &, const std::string & value) { expert_flags_get().stats_file = value; })
             .set_env("LLAMA_ARG_EXPERT_STATS_FILE"),
         common_arg({"--expert-stats-interval"}, "SECONDS", "seconds between updates of the statistics file (default: 10)",
-            [](common_params &, const std::string & value) { expert_flags_get().stats_interval_s = seconds(value); })
+            [](common_params &, const std::string & value) { expert_flags_get().stats_interval = value; })
             .set_env("LLAMA_ARG_EXPERT_STATS_INTERVAL"),
         common_arg({"--expert-trace"}, "FNAME", "file that gets every lookup of experts, to replay with other policies",
             [](common_params &, const std::string & value) { expert_flags_get().trace = value; })

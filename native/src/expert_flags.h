@@ -11,10 +11,10 @@ struct expert_flags {
     std::string verify = "first";
     std::string stats_file;
     std::string trace;
-    double      stats_interval_s = 10.0;
-    int         stage_slots      = 12;
-    int         read_splits      = 8;
-    bool        direct_io        = true;
+    std::string stats_interval = "10";
+    int         stage_slots    = 12;
+    int         read_splits    = 8;
+    bool        direct_io      = true;
 };
 
 expert_flags & expert_flags_get();

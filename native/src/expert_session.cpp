@@ -20,9 +20,11 @@ static std::string             executable;
 static std::mutex                           mutex; // guards what follows: HTTP threads read it
 static expert_opened                        opened       = {};
 static bool                                 session_open = false;
-static std::string                          info;             // kept while asleep
+static std::string                          info; // kept while asleep, as the cache's gauges are
+static int64_t                              n_resident_last = 0;
 static std::array<int64_t, EXPERT_COUNTERS> counted_before{}; // by sessions that are closed
 static int64_t                              n_failures_known = 0;
+static std::string                          load_failure; // of the last load, "": none of ours
 
 void expert_session_set_launcher(const expert_launcher * given, const char * path) {
     launcher   = given;
@@ -59,13 +61,14 @@ static int32_t top_k_override(const common_params & params) {
 
 static const char * given(const std::string & text) { return text.empty() ? nullptr : text.c_str(); }
 
-static void take_info() {
-    if (opened.info) {
-        info = opened.info;
-    }
+static bool load_failed(const std::string & why) {
+    LOG_ERR("%s\n", why.c_str());
+    load_failure = why;
+    return false;
 }
 
 bool expert_session::open(const common_params & params, llama_model_params & mparams) {
+    load_failure.clear();
     const expert_flags & flags = expert_flags_get();
     if (flags.pack.empty() || !launcher) {
         return true;
@@ -81,7 +84,7 @@ bool expert_session::open(const common_params & params, llama_model_params & mpa
     request.stats_file          = given(flags.stats_file);
     request.trace               = given(flags.trace);
     request.overrides           = overrides.c_str();
-    request.stats_interval_s    = flags.stats_interval_s;
+    request.stats_interval      = flags.stats_interval.c_str();
     request.stage_slots         = flags.stage_slots;
     request.read_splits         = flags.read_splits;
     request.direct_io           = flags.direct_io;
@@ -90,8 +93,7 @@ bool expert_session::open(const common_params & params, llama_model_params & mpa
 
     expert_opened result = {};
     if (!launcher->open(&request, &result)) {
-        LOG_ERR("%s\n", result.error ? result.error : "the expert pack could not be opened");
-        return false;
+        return load_failed(result.error ? result.error : "the expert pack could not be opened");
     }
     mparams.use_extra_bufts = false; // repacked weights add up in another order
     if (mparams.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
@@ -102,7 +104,6 @@ bool expert_session::open(const common_params & params, llama_model_params & mpa
     n_failures_known = 0;
     session_open     = true;
     is_open          = true;
-    take_info();
     return true;
 }
 
@@ -143,16 +144,19 @@ bool expert_session_start() {
     }
     expert_opened result = opened;
     if (!launcher->start(&result)) {
-        LOG_ERR("%s\n", result.error ? result.error : "the expert cache could not be opened");
-        return false;
+        return load_failed(result.error ? result.error : "the expert cache could not be opened");
     }
     std::lock_guard<std::mutex> lock(mutex);
     opened = result;
-    take_info();
+    info   = result.info;
     return true;
 }
 
 bool expert_session_is_open() { return session_open; }
+
+static int64_t n_resident() {
+    return session_open ? opened.counters[EXPERT_LOADS] - opened.counters[EXPERT_EVICTIONS] : n_resident_last;
+}
 
 expert_session::~expert_session() {
     if (!is_open) {
@@ -163,8 +167,8 @@ expert_session::~expert_session() {
         for (int i = 0; i < EXPERT_COUNTERS; i++) {
             counted_before[i] += opened.counters[i];
         }
-        session_open = false;
-        opened       = {};
+        n_resident_last = n_resident();
+        session_open    = false;
     }
     launcher->close();
 }
@@ -182,11 +186,10 @@ std::string expert_session_failure(const std::string & otherwise) {
 
 bool expert_session_check() {
     const std::string why = expert_session_failure("");
-    if (!why.empty()) {
-        LOG_ERR("%s\n", why.c_str());
-    }
-    return why.empty();
+    return why.empty() || load_failed(why);
 }
+
+std::string expert_session_load_failure(const std::string & otherwise) { return load_failure.empty() ? otherwise : load_failure; }
 
 std::string expert_session_info() {
     std::lock_guard<std::mutex> lock(mutex);
@@ -228,9 +231,8 @@ std::string expert_session_metrics() {
         const int64_t now = session_open ? opened.counters[item.index] : 0;
         add("counter", item.name, item.help, (double) (counted_before[item.index] + now) * item.scale);
     }
-    const int64_t n_resident = session_open ? opened.counters[EXPERT_LOADS] - opened.counters[EXPERT_EVICTIONS] : 0;
     add("gauge", "cache_slots", "Experts that fit in the cache", opened.n_slots);
-    add("gauge", "cache_resident", "Experts in the cache", (double) n_resident);
+    add("gauge", "cache_resident", "Experts in the cache", (double) n_resident());
     add("gauge", "cache_bytes", "Size of the expert cache on all devices", (double) opened.cache_bytes);
     return text.str();
 }

@@ -40,7 +40,9 @@ bool expert_session_start();
 bool expert_session_check();
 // Why a decode failed: `otherwise` if not because of an expert.
 std::string expert_session_failure(const std::string & otherwise);
-// Prometheus text, "" if there never was a pack. Totals go on through sleep.
+// Why the last load failed: `otherwise` if not because of the pack.
+std::string expert_session_load_failure(const std::string & otherwise);
+// Prometheus text, "" if there never was a pack. Totals go on through sleep; gauges keep their values in it.
 std::string expert_session_metrics();
 // JSON object for /props, "" if there never was a pack.
 std::string expert_session_info();

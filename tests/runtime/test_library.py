@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -54,16 +55,16 @@ def test_every_feature_of_this_build_can_be_checked() -> None:
 
 
 def test_another_version_of_the_binding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "version", lambda name: "0.3.2")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.3.2")
     text = only_line(library.load)
     assert text == "llama-cpp-python 0.3.36 is needed, 0.3.2 is installed: pip install llama-cpp-python==0.3.36"
 
 
 def test_no_binding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
-        raise library.PackageNotFoundError(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(library, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     assert "none is installed: pip install llama-cpp-python==0.3.36" in only_line(library.load)
 
 

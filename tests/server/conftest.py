@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from bench.stock import STOCK_LIB
 from pypack.convert import convert
 from pypack.discover import find_layers
 from pypack.gguf_source import read_model
-from tests.server.serving import STOCK
+from tests.server.serving import STOCK, Server, faulty, serving
 
 VOCABULARY = STOCK_LIB.parent / "source" / "models" / "ggml-vocab-llama-spm.gguf"
 SIZES = {"n_layer": 4, "n_embd": 256, "n_head": 2, "n_ff_exp": 256, "n_expert": 16, "n_expert_used": 2}
@@ -43,3 +45,34 @@ def quarter(model: Path) -> list[str]:
 def stock_server() -> list[str]:
     assert Path(STOCK[0]).exists(), f"{STOCK[0]} is not built: run `make stock`"
     return STOCK
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory, model: Path, quarter: list[str]) -> Iterator[Server]:
+    """A server for tests that only ask: what it holds in its caches comes from other tests."""
+    folder = tmp_path_factory.mktemp("packed")
+    with serving(folder, model, *quarter, "--metrics", "--alias", "packed") as server:
+        yield server
+
+
+@dataclass
+class Breaking:
+    """A server whose disk does what `fault` says, see faulty_server.py."""
+
+    server: Server
+    fault: Path
+
+
+@pytest.fixture(scope="session")
+def shared_breaking(tmp_path_factory: pytest.TempPathFactory, model: Path, quarter: list[str]) -> Iterator[Breaking]:
+    folder = tmp_path_factory.mktemp("breaking")
+    fault = folder / "fault"
+    with serving(folder, model, *quarter, "--metrics", program=faulty(fault)) as server:
+        yield Breaking(server, fault)
+
+
+@pytest.fixture
+def breaking(shared_breaking: Breaking) -> Iterator[Breaking]:
+    """Its disk is whole before and after each test."""
+    yield shared_breaking
+    shared_breaking.fault.write_text("")

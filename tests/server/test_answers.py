@@ -36,10 +36,15 @@ def of(folder: Path, model: Path, *flags: str, program: list[str] = OURS) -> lis
         return found
 
 
-def test_texts(tmp_path: Path, model: Path, quarter: list[str], stock_server: list[str]) -> None:
+@pytest.fixture(scope="module")
+def packed_answers(tmp_path_factory: pytest.TempPathFactory, model: Path, quarter: list[str]) -> list[Any]:
+    return of(tmp_path_factory.mktemp("packed"), model, *quarter)
+
+
+def test_texts(tmp_path: Path, model: Path, packed_answers: list[Any], stock_server: list[str]) -> None:
     stock = of(tmp_path, model, *NO_REPACK, program=stock_server)
     assert of(tmp_path, model, *NO_REPACK) == stock
-    assert of(tmp_path, model, *quarter) == stock
+    assert packed_answers == stock
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +61,12 @@ def hollow(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return path
 
 
-def test_quarter_reads_and_evicts(tmp_path: Path, model: Path, quarter: list[str]) -> None:
-    with serving(tmp_path, model, *quarter, "--metrics") as server:
-        answers(server)
-        assert server.counter("evictions_total") > 0
-        assert server.counter("cache_resident") == server.counter("cache_slots") == 16
-
-
 @pytest.mark.parametrize("flags", [[], *([["--load-mode", mode] for mode in MODES]), ["--check-tensors"]], ids=" ".join)
 def test_the_models_own_experts_are_not_read(
-    tmp_path: Path, model: Path, hollow: Path, quarter: list[str], flags: list[str]
+    tmp_path: Path, hollow: Path, packed_answers: list[Any], quarter: list[str], flags: list[str]
 ) -> None:
     with serving(tmp_path, hollow, *quarter, *flags) as server:
-        found = server.text(PROMPTS[0], cache_prompt=False)
-    with serving(tmp_path, model, *quarter) as server:
-        assert server.text(PROMPTS[0], cache_prompt=False) == found
+        assert server.text(PROMPTS[0], cache_prompt=False) == packed_answers[0]
 
 
 def test_draft_model(tmp_path: Path, models: Path, quarter: list[str], stock_server: list[str]) -> None:
@@ -82,8 +78,8 @@ def test_draft_model(tmp_path: Path, models: Path, quarter: list[str], stock_ser
 def test_model_is_its_own_draft(tmp_path: Path, model: Path, quarter: list[str], stock_server: list[str]) -> None:
     draft = ["-md", str(model), "--spec-type", "draft-simple"]
     stock = of(tmp_path, model, *NO_REPACK, *draft, program=stock_server)
-    assert of(tmp_path, model, *quarter, *draft) == stock
     with serving(tmp_path, model, *quarter, *draft) as server:
+        assert answers(server) == stock
         assert server.complete("Once upon a time")[1]["timings"]["draft_n_accepted"] > 0
 
 
@@ -104,11 +100,18 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("lora") / "adapter.gguf", kv, tensors)
 
 
-def test_lora(tmp_path: Path, model: Path, quarter: list[str], adapter: Path, stock_server: list[str]) -> None:
+def test_lora(
+    tmp_path: Path,
+    model: Path,
+    quarter: list[str],
+    packed_answers: list[Any],
+    adapter: Path,
+    stock_server: list[str],
+) -> None:
     lora = ["--lora", str(adapter)]
     stock = of(tmp_path, model, *NO_REPACK, *lora, program=stock_server)
     assert of(tmp_path, model, *quarter, *lora) == stock
-    assert stock != of(tmp_path, model, *quarter)
+    assert stock != packed_answers
 
 
 def test_embeddings(tmp_path: Path, model: Path, quarter: list[str], stock_server: list[str]) -> None:

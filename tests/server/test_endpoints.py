@@ -9,24 +9,30 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.serving import faulty, serving, wait_for
+from tests.server.conftest import Breaking
+from tests.server.serving import Server, serving, wait_for
 
 
-def test_metrics_are_valid_and_count(tmp_path: Path, model: Path, quarter: list[str]) -> None:
-    with serving(tmp_path, model, *quarter, "--metrics") as server:
-        server.text("hello")
-        families = {family.name: family for family in text_string_to_metric_families(server.get("/metrics"))}
-        ours = {name: family for name, family in families.items() if name.startswith("llamacpp:expert_")}
-        assert len(ours) == 15 and "llamacpp:prompt_tokens" in families
-        assert all(family.documentation and family.type in ("counter", "gauge") for family in ours.values())
-        found = server.metrics()
-        n_used = found["llamacpp:expert_hits_total"] + found["llamacpp:expert_misses_total"]
-        assert n_used >= found["llamacpp:expert_lookups_total"] > 0
-        assert found["llamacpp:expert_loads_total"] == found["llamacpp:expert_misses_total"]
-        before = found["llamacpp:expert_lookups_total"]
-        server.text("hello again", 8)
-        assert server.counter("lookups_total") >= before + 4 * 8
-        assert server.counter("cache_bytes") == server.get("/props")["expert_pack"]["cache_bytes"]["CPU"]
+def test_metrics_are_valid_and_count(packed: Server) -> None:
+    packed.text("hello")
+    families = {family.name: family for family in text_string_to_metric_families(packed.get("/metrics"))}
+    ours = {name: family for name, family in families.items() if name.startswith("llamacpp:expert_")}
+    assert len(ours) == 15 and "llamacpp:prompt_tokens" in families
+    assert all(family.documentation and family.type in ("counter", "gauge") for family in ours.values())
+    found = packed.metrics()
+    n_used = found["llamacpp:expert_hits_total"] + found["llamacpp:expert_misses_total"]
+    assert n_used >= found["llamacpp:expert_lookups_total"] > 0
+    assert found["llamacpp:expert_loads_total"] == found["llamacpp:expert_misses_total"]
+    before = found["llamacpp:expert_lookups_total"]
+    packed.text("hello again", 8)
+    assert packed.counter("lookups_total") >= before + 4 * 8
+    assert packed.counter("cache_bytes") == packed.get("/props")["expert_pack"]["cache_bytes"]["CPU"]
+
+
+def test_a_quarter_reads_and_evicts(packed: Server) -> None:
+    packed.text("x " * 150, cache_prompt=False)
+    assert packed.counter("evictions_total") > 0
+    assert packed.counter("cache_resident") == packed.counter("cache_slots") == 16
 
 
 def test_start_reads_few_experts(tmp_path: Path, model: Path) -> None:
@@ -34,42 +40,41 @@ def test_start_reads_few_experts(tmp_path: Path, model: Path) -> None:
         assert server.counter("loads_total") <= 4 * 2 * 2  # what one decode of two tokens may use, of 64
 
 
-def test_health_and_slots_during_a_prefill(tmp_path: Path, model: Path, quarter: list[str]) -> None:
-    fault = tmp_path / "fault"
-    with serving(tmp_path, model, *quarter, "--metrics", program=faulty(fault)) as server:
-        fault.write_text("slow 0.05")
-        before = server.counter("loads_total")
-        prefill = threading.Thread(target=server.complete, args=("word " * 400, 1))
-        prefill.start()
-        wait_for(lambda: server.counter("loads_total") > before)
-        assert server.get("/health") == {"status": "ok"}
-        assert [slot["is_processing"] for slot in server.get("/slots")].count(True) == 1
-        assert prefill.is_alive()
-        fault.write_text("")
-        prefill.join()
+def test_health_and_slots_during_a_prefill(breaking: Breaking) -> None:
+    server = breaking.server
+    breaking.fault.write_text("slow 0.05")
+    before = server.counter("loads_total")
+    prefill = threading.Thread(target=server.complete, args=("word " * 400, 1))
+    prefill.start()
+    wait_for(lambda: server.counter("loads_total") > before)
+    assert server.get("/health") == {"status": "ok"}
+    assert [slot["is_processing"] for slot in server.get("/slots")].count(True) == 1
+    assert prefill.is_alive()
+    breaking.fault.write_text("")
+    prefill.join()
 
 
-def test_a_read_error_fails_one_request(tmp_path: Path, model: Path, quarter: list[str]) -> None:
-    fault = tmp_path / "fault"
-    with serving(tmp_path, model, *quarter, "--metrics", program=faulty(fault)) as server:
-        expected = server.text("Once upon a time", 24, cache_prompt=False)
-        fault.write_text("fail")
-        status, answer = server.complete("Once upon a time", 24, cache_prompt=False)
-        assert status == 500
-        assert "a.expert-pack" in answer["error"]["message"] and "Input/output error" in answer["error"]["message"]
-        fault.write_text("")
-        assert server.text("Once upon a time", 24, cache_prompt=False) == expected
-        assert not any(slot["is_processing"] for slot in server.get("/slots"))
-        assert server.counter("failed_decodes_total") >= 1
-        assert server.counter("read_errors_total") >= 1
+def test_a_read_error_fails_one_request(breaking: Breaking) -> None:
+    server = breaking.server
+    expected = server.text("Once upon a time", 24, cache_prompt=False)
+    breaking.fault.write_text("fail")
+    status, answer = server.complete("Once upon a time", 24, cache_prompt=False)
+    assert status == 500
+    assert "a.expert-pack" in answer["error"]["message"] and "Input/output error" in answer["error"]["message"]
+    breaking.fault.write_text("")
+    assert server.text("Once upon a time", 24, cache_prompt=False) == expected
+    assert not any(slot["is_processing"] for slot in server.get("/slots"))
+    assert server.counter("failed_decodes_total") >= 1
+    assert server.counter("read_errors_total") >= 1
 
 
-def test_a_client_that_leaves_frees_its_slot(tmp_path: Path, model: Path, quarter: list[str]) -> None:
-    with serving(tmp_path, model, *quarter, "--metrics") as server:
-        body = json.dumps({"prompt": "hello", "n_predict": 900, "stream": True, "ignore_eos": True}).encode()
-        with socket.create_connection(("127.0.0.1", server.port)) as client:
-            head = f"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            client.sendall(head.encode() + body)
-            assert client.recv(1024)
-        wait_for(lambda: not any(slot["is_processing"] for slot in server.get("/slots")))
-        assert server.metrics()["llamacpp:tokens_predicted_total"] < 900
+def test_a_client_that_leaves_frees_its_slot(packed: Server) -> None:
+    predicted = "llamacpp:tokens_predicted_total"
+    before = packed.metrics()[predicted]
+    body = json.dumps({"prompt": "hello", "n_predict": 900, "stream": True, "ignore_eos": True}).encode()
+    with socket.create_connection(("127.0.0.1", packed.port)) as client:
+        head = f"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        assert client.recv(1024)
+    wait_for(lambda: not any(slot["is_processing"] for slot in packed.get("/slots")))
+    assert packed.metrics()[predicted] < before + 900

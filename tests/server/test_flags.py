@@ -71,15 +71,24 @@ REFUSED = [
     (["--expert-cache-reserve", "900TiB"], "are reserved"),
     (["--expert-pack", "missing.expert-pack"], "missing.expert-pack"),
     (["--expert-stats-file", "/nowhere/stats.json"], "/nowhere/stats.json: the statistics file cannot be written"),
-    (["--expert-verify", "maybe"], 'expected one of first, every, off, found "maybe"'),
+    (["--expert-verify", "maybe"], "verify must be one of first, off, every, not 'maybe'"),
     (["--expert-policy", "fifo"], "there is no cache policy 'fifo': choose one of"),
-    (["--expert-stage-slots", "0"], "must be at least 1, not 0"),
-    (["--expert-stats-interval", "-1"], "a number of seconds above 0"),
+    (["--expert-stage-slots", "0"], "stage_slots must be a whole number of at least 1, not 0"),
+    (["--expert-read-splits", "0"], "read_splits must be a whole number of at least 1, not 0"),
+    (
+        ["--expert-stats-file", "{tmp}/stats.json", "--expert-stats-interval", "-1"],
+        "a number of seconds above 0, not -1",
+    ),
+    (
+        ["--expert-stats-file", "{tmp}/stats.json", "--expert-stats-interval", "1m"],
+        "a number of seconds above 0, not '1m'",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED, ids=[" ".join(flags) for flags, _ in REFUSED])
-def test_refused_with_a_sentence(model: Path, flags: list[str], message: str) -> None:
+def test_refused_with_a_sentence(tmp_path: Path, model: Path, flags: list[str], message: str) -> None:
+    flags = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
     run = run_to_end(["-m", str(model), "--expert-pack", "auto", "--port", "0", *SMALL, *flags])
     assert run.returncode == 1
     assert message in run.stdout + run.stderr

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -78,27 +80,72 @@ def test_signal_during_decode(tmp_path: Path, model: Path, quarter: list[str], n
 def test_sleep_and_wake(tmp_path: Path, model: Path, quarter: list[str]) -> None:
     with serving(tmp_path, model, *quarter, "--metrics", "--sleep-idle-seconds", "1") as server:
         expected = server.text("Once upon a time", cache_prompt=False)
-        asleep = "llamacpp:expert_cache_resident"
         for _ in range(2):
-            counted = server.counter("loads_total")
+            awake = expert_metrics(server)
             wait_for(lambda: server.get("/props")["is_sleeping"])
-            assert server.metrics()[asleep] == 0
-            assert server.counter("loads_total") >= counted
+            assert expert_metrics(server) == awake
             assert server.get("/props")["expert_pack"]["path"].endswith("a.expert-pack")
             assert server.text("Once upon a time", cache_prompt=False) == expected
-            assert server.counter("loads_total") > counted
+            assert server.counter("loads_total") > awake["llamacpp:expert_loads_total"]
+
+
+def expert_metrics(server: Server) -> dict[str, float]:
+    return {name: value for name, value in server.metrics().items() if "expert" in name}
+
+
+def test_waking_without_the_pack(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    """Requests get the reason, and the server wakes as soon as it can."""
+    for suffix in (".expert-pack", ".expert-pack.manifest.json"):
+        shutil.copy(model.with_suffix(suffix), tmp_path)
+    pack, away = tmp_path / "a.expert-pack", tmp_path / "away"
+    flags = ["--expert-pack", str(pack), "--sleep-idle-seconds", "1"]
+    with serving(tmp_path, model, *quarter, *flags) as server:
+        expected = server.text("hello", cache_prompt=False)
+        wait_for(lambda: server.get("/props")["is_sleeping"])
+        pack.rename(away)
+        expect_failed_wakes(server, str(pack))
+        away.rename(pack)
+        assert server.text("hello", cache_prompt=False) == expected
+
+
+def test_waking_on_a_dead_disk(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    fault = tmp_path / "fault"
+    with serving(tmp_path, model, *quarter, "--sleep-idle-seconds", "1", program=faulty(fault)) as server:
+        expected = server.text("hello", cache_prompt=False)
+        wait_for(lambda: server.get("/props")["is_sleeping"])
+        fault.write_text("fail")
+        expect_failed_wakes(server, "Input/output error")
+        fault.write_text("")
+        assert server.text("hello", cache_prompt=False) == expected
+
+
+def expect_failed_wakes(server: Server, why: str) -> None:
+    """Of several requests at once, and of one after them."""
+    with ThreadPoolExecutor(3) as pool:
+        replies = list(pool.map(lambda _: server.complete("hello"), range(3)))
+    for status, answer in [*replies, server.complete("hello")]:
+        assert status == 500 and why in answer["error"]["message"]
+    assert server.get("/props")["is_sleeping"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, models: Path, quarter: list[str]) -> dict[str, str]:
+    """What each model answers without a router."""
+    texts = {}
+    for name in ("a", "b"):
+        with serving(tmp_path_factory.mktemp("alone"), models / f"{name}.gguf", *quarter) as server:
+            texts[name] = server.text("Once upon a time", cache_prompt=False)
+    return texts
 
 
 @pytest.mark.parametrize("installed", [False, True], ids=["module", "script"])
-def test_router_with_two_packs(tmp_path: Path, models: Path, quarter: list[str], installed: bool) -> None:
+def test_router_with_two_packs(
+    tmp_path: Path, models: Path, quarter: list[str], alone: dict[str, str], installed: bool
+) -> None:
     script = tmp_path / "llama-server"
     script.write_text(f"#!{sys.executable}\nimport sys\nfrom bridge.server import main\nsys.exit(main())\n")
     script.chmod(0o755)
     program = [str(script)] if installed else OURS
-    alone = {}
-    for name in ("a", "b"):
-        with serving(tmp_path, models / f"{name}.gguf", *quarter) as server:
-            alone[name] = server.text("Once upon a time", cache_prompt=False)
     preset = tmp_path / "models.ini"
     preset.write_text(
         f"[a]\nmodel = {models / 'a.gguf'}\nexpert-pack = auto\n\n"

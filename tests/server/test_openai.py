@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from openai import InternalServerError, OpenAI
 
-from tests.server.serving import Server, faulty, serving
+from tests.server.conftest import Breaking
+from tests.server.serving import Server, serving
 
 MESSAGES = [{"role": "user", "content": "Say something."}]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, model: Path, quarter: list[str]) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("openai"), model, *quarter, "--alias", "packed") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> OpenAI:
+def client_of(server: Server) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def client(packed: Server) -> OpenAI:
+    return client_of(packed)
 
 
 def test_models(client: OpenAI) -> None:
@@ -44,15 +42,11 @@ def test_completions(client: OpenAI) -> None:
 
 def test_embeddings(tmp_path: Path, model: Path, quarter: list[str]) -> None:
     with serving(tmp_path, model, *quarter, "--embeddings", "--pooling", "mean") as server:
-        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        reply = client.embeddings.create(model="packed", input=["one", "two"])
+        reply = client_of(server).embeddings.create(model="packed", input=["one", "two"])
         assert [len(item.embedding) for item in reply.data] == [256, 256]
 
 
-def test_a_read_error_is_an_internal_server_error(tmp_path: Path, model: Path, quarter: list[str]) -> None:
-    fault = tmp_path / "fault"
-    with serving(tmp_path, model, *quarter, program=faulty(fault)) as server:
-        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        fault.write_text("fail")
-        with pytest.raises(InternalServerError, match="expert"):
-            client.chat.completions.create(model="packed", messages=MESSAGES, max_tokens=16)  # type: ignore[arg-type]
+def test_a_read_error_is_an_internal_server_error(breaking: Breaking) -> None:
+    breaking.fault.write_text("fail")
+    with pytest.raises(InternalServerError, match="expert"):
+        client_of(breaking.server).chat.completions.create(model="packed", messages=MESSAGES, max_tokens=16)  # type: ignore[arg-type]

@@ -136,15 +136,20 @@ def _seconds(text: str) -> float:
 @ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
 def expert_launcher_open(request: Any, opened: Any) -> int:
     global _session
+    session: _Session | None = None
     try:
-        _session = _Session(request)
-        opened.store = ffi.cast("void *", _session.provider.address)
-        opened.counters = ffi.from_buffer("int64_t[]", _session.provider.counters.array)
-        opened.fit_bytes_min, opened.fit_bytes_max = _session.fit_bytes()
+        if _session is not None:
+            raise UsageError("a model with an expert pack is open already: close that one first")
+        session = _Session(request)
+        opened.store = ffi.cast("void *", session.provider.address)
+        opened.counters = ffi.from_buffer("int64_t[]", session.provider.counters.array)
+        opened.fit_bytes_min, opened.fit_bytes_max = session.fit_bytes()
     except Exception as error:
         opened.error = _sentence(error)
-        _close()  # C does not close what did not open
+        if session is not None:
+            session.close()  # C does not close what did not open
         return 0
+    _session = session
     return 1
 
 

@@ -224,7 +224,10 @@ class Reader:
         """All parts have ended: report the block, or read again what failed."""
         again: Sequence[_Part] = block.failed
         if not again:
-            block.error = self._digest_error(block)
+            try:
+                block.error = self._digest_error(block)
+            except Exception as cause:  # on_done must be called
+                block.error = self._read_error(block, block.parts[0], cause)
             if block.error is None:
                 self._finish(block, None)
                 return

@@ -8,7 +8,7 @@ std::vector<expert_span> expert_cuda_find_spans(const ggml_cgraph * cgraph) {
     std::vector<expert_span> spans;
     for (int i = 0; i < cgraph->n_nodes; i++) {
         const ggml_tensor * node = cgraph->nodes[i];
-        if (node->op != GGML_OP_MUL_MAT_ID || ggml_is_empty(node)) {
+        if (node->op != GGML_OP_MUL_MAT_ID || ggml_is_empty(node) || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) {
             continue;
         }
         const expert_ref * ref = expert_ref_of(node->src[0]);

@@ -115,7 +115,8 @@ enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const
     bool                 ok      = true;
     acquire_counter      counter = {state};
     std::vector<int32_t> experts;
-    uint32_t             answered = 0;
+    uint32_t             answered      = 0;
+    size_t               last_answered = SIZE_MAX; // span
     while (ok) {
         const cudaError_t done    = cudaEventQuery(state.used);
         const uint32_t    request = mailbox.request;
@@ -125,7 +126,8 @@ enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const
             counter.count_to(i + 1); // before anything is evicted for this layer
             ok = expert_cuda_distinct_ids(looked_up[i].ref, ids_of(state, looked_up[i]), n_ids_of(looked_up[i]), experts) &&
                  answer(state, looked_up[i], experts);
-            answered = request;
+            answered      = request;
+            last_answered = i;
             std::atomic_thread_fence(std::memory_order_seq_cst);
             if (ok) {
                 mailbox.answer = request;
@@ -139,7 +141,8 @@ enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const
             CUDA_CHECK(done);
         }
         counter.count_what_is_written();
-        if (counter.next == looked_up.size() && all_resident(state, looked_up.back())) {
+        const size_t last = looked_up.size() - 1;
+        if (counter.next > last && last_answered != last && all_resident(state, looked_up[last])) {
             break; // no lookup will ask any more: the caller goes on while the rest of the graph runs, as without experts
         }
     }

@@ -188,9 +188,13 @@ static enum ggml_status run_span(
 enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * cgraph, expert_cuda_compute compute) {
     auto &                         ctx   = *(ggml_backend_cuda_context *) backend->context;
     const std::vector<expert_span> spans = expert_cuda_find_spans(cgraph);
-    in_segments                          = true;
-    enum ggml_status status              = GGML_STATUS_SUCCESS;
-    int              next                = 0;
+    expert_cuda_state *            state = spans.empty() ? nullptr : expert_cuda_state_of(spans.front().ref, ctx.device);
+    if (state) { // before anything is launched: a first launch loads code, which waits for the GPU, and that may wait for a lookup
+        expert_cuda_take_arena(*state, ctx, spans.front().ref);
+    }
+    in_segments             = true;
+    enum ggml_status status = GGML_STATUS_SUCCESS;
+    int              next   = 0;
     for (size_t i = 0; i <= spans.size() && status == GGML_STATUS_SUCCESS; i++) {
         const int end = i < spans.size() ? spans[i].first : cgraph->n_nodes;
         if (next < end) {
@@ -202,8 +206,7 @@ enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * 
             status = run_span(backend, cgraph, spans[i], compute, &next);
         }
     }
-    in_segments               = false;
-    expert_cuda_state * state = spans.empty() ? nullptr : expert_cuda_state_of(spans.front().ref, ctx.device);
+    in_segments = false;
     if (state) {
         expert_cuda_mark_use(*state, ctx);
     }

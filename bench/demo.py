@@ -29,21 +29,22 @@ from pypack.verify import verify
 
 SAMPLE = ROOT / "bench" / "data" / "sample-moe.gguf"
 PROMPT = "Give an example of a bias that can exist in an AI algorithm."
-SAMPLE_PROMPT = "She was"  # of the kind that the sample was trained on
+SAMPLE_PROMPT = "Elizabeth walked into the garden, and"  # of the kind that the sample was trained on
 VOCABULARY = STOCK_LIB.parent / "source" / "models" / "ggml-vocab-llama-spm.gguf"
 
 
 def generate(job: dict[str, Any], out: Path) -> None:
-    """Greedy tokens and all logits of one side: OUT.npz, and what the cache counted."""
+    """Tokens and all logits of one side: OUT.npz, and what the cache counted. Both sides draw the same random numbers."""
     llm = llama_class(job["stock"])(job["model"], n_ctx=job["n_ctx"], logits_all=True, verbose=False, **job["options"])
     prompt = llm.tokenize(job["prompt"].encode(), special=False)
     start = time.perf_counter()
     llm.eval(prompt)
     prefill_s = time.perf_counter() - start
     tokens: list[int] = []
+    rng = np.random.default_rng(job["seed"])
     start = time.perf_counter()
     for _ in range(job["tokens"]):
-        tokens.append(int(llm.scores[llm.n_tokens - 1].argmax()))
+        tokens.append(choose(llm.scores[llm.n_tokens - 1], job["temperature"], rng))
         llm.eval(tokens[-1:])
     decode_s = time.perf_counter() - start
     np.savez(out, tokens=np.array(tokens), logits=llm.scores[: llm.n_tokens])
@@ -55,6 +56,14 @@ def generate(job: dict[str, Any], out: Path) -> None:
     }
     llm.close()
     out.with_suffix(".json").write_text(json.dumps(found))
+
+
+def choose(logits: np.ndarray, temperature: float, rng: np.random.Generator) -> int:
+    """The likeliest token at temperature 0, else one drawn from the softmax."""
+    if temperature == 0:
+        return int(logits.argmax())
+    weights = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    return int(rng.choice(len(weights), p=weights / weights.sum()))
 
 
 def run_side(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -87,6 +96,8 @@ def demo_model() -> Path:
 @click.option("--cache", help="Memory for experts, e.g. 20GiB; default: a quarter of all experts.")
 @click.option("--tokens", default=48, show_default=True, help="Tokens to generate.")
 @click.option("--prompt", help="Text to go on from.")
+@click.option("--temperature", type=click.FloatRange(0), help="Default: 0.7 for the trained sample, else 0.")
+@click.option("--seed", default=1, show_default=True)
 @click.option("--compare/--no-compare", default=True, show_default=True, help="Run stock llama.cpp too.")
 @click.option("--job", hidden=True)
 def main(
@@ -95,6 +106,8 @@ def main(
     cache: str | None,
     tokens: int,
     prompt: str | None,
+    temperature: float | None,
+    seed: int,
     compare: bool,
     job: str | None,
 ) -> None:
@@ -103,13 +116,22 @@ def main(
             described = json.loads(job)
             generate(described, Path(described["out"]))
             return
-        show(model or demo_model(), output, cache, tokens, prompt, compare)
+        show(model or demo_model(), output, cache, tokens, prompt, temperature, seed, compare)
     except (ExpertPackError, FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 
 
-def show(model: Path, output: Path | None, cache: str | None, tokens: int, prompt: str | None, compare: bool) -> None:
+def show(
+    model: Path,
+    output: Path | None,
+    cache: str | None,
+    tokens: int,
+    prompt: str | None,
+    temperature: float | None,
+    seed: int,
+    compare: bool,
+) -> None:
     print(f"model    {model}")
     is_sample = model == SAMPLE
     if is_sample and output is None:  # the repository holds the model, not its pack
@@ -128,11 +150,14 @@ def show(model: Path, output: Path | None, cache: str | None, tokens: int, promp
     print(f"verify   every block is the model's, byte for byte ({time.perf_counter() - start:.1f} s)")
 
     options = {"expert_pack": str(pack.path), "expert_cache": cache or pack.payload_bytes // 4}
+    if temperature is None:
+        temperature = 0.7 if is_sample else 0.0
     common = {"model": str(model), "prompt": prompt, "tokens": tokens, "n_ctx": 512 if is_sample else 1024}
+    common |= {"temperature": temperature, "seed": seed}
     with tempfile.TemporaryDirectory() as scratch:
         ours, our_arrays = run_side({**common, "stock": False, "options": options}, Path(scratch))
         stats = ours["stats"]
-        print(f"text     {ours['text']!r}")
+        print(f"text     {(prompt + ours['text'])!r}")
         print(
             f"cache    {cache or 'a quarter of the experts'}: hit rate {stats['hit_rate']:.1%}, {_mib(stats['read_bytes'])} read, "
             f"{_mib(stats['read_bytes'] / max(tokens, 1))} per generated token, {stats['evictions']} evictions"

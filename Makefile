@@ -1,7 +1,8 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 #   make build   environment in .venv and the patched llama.cpp        make stock   unpatched llama.cpp, to compare with
 #   make check   format, lint, types                                   make bench   stock against the pack; what bounds it
-#   make gpu-test   with an NVIDIA GPU: build with CUDA, check and measure against stock (about half an hour)
+#   make gpu-test   with an NVIDIA GPU: build with CUDA, test and measure against stock (about half an hour);
+#                   bench/gpu_compare.sh, as root, compares under a small memory
 # MODEL=/path/to/model.gguf make demo runs the demo on a model of yours. CUDA=1 builds the CUDA backend.
 
 PYTHON ?= python3
@@ -76,6 +77,7 @@ cuda-check: build
 gpu-test:
 	$(MAKE) CUDA=1 build stock
 	@mkdir -p build/gpu-models
+	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m bench.gpu identity build/gpu_identity.jsonl --models build/gpu-models
 	$(BIN)/python -m bench.gpu resident build/gpu_resident.jsonl --models build/gpu-models
 	$(BIN)/python -m bench.gpu missing build/gpu_missing.jsonl build/gpu-models/8x64-4096x2048-mxfp4.gguf

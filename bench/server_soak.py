@@ -6,7 +6,10 @@ Every answer that is not cancelled must equal what a fresh stock server gives fo
 That is comparable because nothing in this set-up adds up in an order that depends on what else is in the batch: all
 matrices are K-quants (llama.cpp multiplies F32, F16, BF16 and some other types by another kernel when a batch has two or
 more tokens), attention is the flash kernel with a quantized memory (which has no tiled or split path), weights are not
-repacked, and no prompt is cached. `--kind stock` checks this: stock must agree with itself.
+repacked, and no prompt is cached. One order is left that does: where in the memory a sequence's tokens lie, which depends on
+what lay there before, is the order in which attention adds them. So stock differs from itself in one answer of a
+thousand. An answer that differs is therefore looked for among those that stock gives under the same load, and is wrong
+only if stock does not give it either.
 
 Memory and open files of the server must stay flat: first and last tenth of the samples.
 """
@@ -185,11 +188,17 @@ def measure(kind: str, minutes: float, n_questions: int, seed: int, folder: Path
     with running(kind, model, folder / "soak.log", (*ARGUMENTS, *own)) as server:
         seen, samples = soak(server, expected, 60 * minutes, seed)
         counters = server.expert_counters()
+    strange = seen.wrong
+    if seen.wrong and kind != "stock":
+        with running("stock", model, folder / "stock.log", ARGUMENTS) as server:
+            among_others, _ = soak(server, expected, 60 * minutes, seed)
+        strange = [answer for answer in seen.wrong if answer not in among_others.wrong]
     result = {
         **{"kind": kind, "minutes": minutes, "cache_bytes": int(cache) if own else None, "seed": seed},
         **{
             "answers_compared": len(seen.compared),
             "answers_different": len(seen.wrong),
+            "answers_not_of_stock": len(strange),
             "cancelled": len(seen.cancelled),
         },
         "prompts": len(set(seen.compared)),
@@ -206,8 +215,8 @@ def measure(kind: str, minutes: float, n_questions: int, seed: int, folder: Path
 def verdict(result: dict[str, Any]) -> list[str]:
     """What is wrong, in sentences."""
     wrong = []
-    if result["answers_different"]:
-        wrong.append(f"{result['answers_different']} answers differ from the server's alone")
+    if result["answers_not_of_stock"] and result["kind"] != "stock":
+        wrong.append(f"{result['answers_not_of_stock']} answers are not those of stock, alone or under the same load")
     if result["rss_mib_late"] > 1.05 * result["rss_mib_early"] + 8:
         wrong.append(f"memory grew from {result['rss_mib_early']:.0f} to {result['rss_mib_late']:.0f} MiB")
     if result["descriptors_late"] > result["descriptors_early"] + 8:  # a few connections come and go

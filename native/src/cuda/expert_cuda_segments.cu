@@ -76,6 +76,34 @@ static ggml_cgraph part_of(ggml_cgraph * cgraph, int first, int end) {
     return part;
 }
 
+// Where each tensor's bytes lie in one buffer; *n_bytes: how large it must be.
+template <typename T> static std::vector<size_t> lay_out(const std::vector<T *> & tensors, size_t * n_bytes) {
+    std::vector<size_t> places;
+    *n_bytes = 0;
+    for (const ggml_tensor * tensor : tensors) {
+        places.push_back(*n_bytes);
+        *n_bytes += GGML_PAD(ggml_nbytes(tensor), 256);
+    }
+    return places;
+}
+
+static void copy_on_device(void * dest, const void * src, size_t n_bytes, cudaStream_t stream) {
+    CUDA_CHECK(cudaMemcpyAsync(dest, src, n_bytes, cudaMemcpyDeviceToDevice, stream));
+}
+
+// The experts of this pass: their numbers, and [n_expert] 1 for each.
+static void experts_of_pass(const expert_store * store, const std::vector<int32_t> & experts, std::vector<int32_t> & pass,
+    std::vector<uint8_t> & chosen) {
+    pass.clear();
+    std::fill(chosen.begin(), chosen.end(), 0);
+    for (int32_t expert : experts) {
+        if (store->op.data[expert]) {
+            pass.push_back(expert);
+            chosen[expert] = 1;
+        }
+    }
+}
+
 // Runs nodes [span.first, span.last] once per pass, each time with the experts of the pass, and keeps their rows.
 static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph, const expert_span & span,
     expert_cuda_compute compute, expert_cuda_state & state, const std::vector<int32_t> & experts) {
@@ -84,56 +112,38 @@ static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph,
     expert_store * store    = span.ref->store;
     const int32_t  n_expert = store->layers[span.ref->layer].n_expert;
 
-    const std::vector<const ggml_tensor *> inputs = outside_inputs(cgraph, span.first, span.last);
-    std::vector<size_t>                    place; // of each input in `saved`
-    size_t                                 n_saved = 0;
-    for (const ggml_tensor * input : inputs) {
-        place.push_back(n_saved);
-        n_saved += GGML_PAD(ggml_nbytes(input), 256);
-    }
-    ggml_cuda_pool_alloc<char> saved(ctx.pool(), std::max<size_t>(n_saved, 1));
+    const std::vector<const ggml_tensor *> inputs     = outside_inputs(cgraph, span.first, span.last);
+    const std::vector<ggml_tensor *>       outputs    = outside_outputs(cgraph, span);
+    size_t                                 n_saved    = 0;
+    size_t                                 n_kept     = 0;
+    const std::vector<size_t>              place      = lay_out(inputs, &n_saved); // of each input in `saved`
+    const std::vector<size_t>              kept_place = lay_out(outputs, &n_kept); // of each output in `kept`
+    ggml_cuda_pool_alloc<char>             saved(ctx.pool(), std::max<size_t>(n_saved, 1));
+    ggml_cuda_pool_alloc<char>             kept(ctx.pool(), n_kept);
+    ggml_cuda_pool_alloc<uint8_t>          in_pass(ctx.pool(), n_expert);
+
+    // the router's ids may be overwritten by the time the rows are kept: take them from where they are saved
+    ggml_tensor         ids  = *span.ids;
+    const ggml_tensor * root = span.ids->view_src ? span.ids->view_src : span.ids;
     for (size_t i = 0; i < inputs.size(); i++) {
-        CUDA_CHECK(
-            cudaMemcpyAsync(saved.get() + place[i], inputs[i]->data, ggml_nbytes(inputs[i]), cudaMemcpyDeviceToDevice, stream));
-    }
-    const std::vector<ggml_tensor *> outputs = outside_outputs(cgraph, span);
-    std::vector<size_t>              kept_place; // of each output in `kept`
-    size_t                           n_kept = 0;
-    for (const ggml_tensor * output : outputs) {
-        kept_place.push_back(n_kept);
-        n_kept += GGML_PAD(ggml_nbytes(output), 256);
-    }
-    ggml_cuda_pool_alloc<char>    kept(ctx.pool(), n_kept);
-    ggml_cuda_pool_alloc<uint8_t> in_pass(ctx.pool(), n_expert);
-    // the router's ids may be overwritten by the time the rows are kept: take them from where they were saved
-    ggml_tensor ids = *span.ids;
-    for (size_t i = 0; i < inputs.size(); i++) {
-        const ggml_tensor * root = span.ids->view_src ? span.ids->view_src : span.ids;
+        copy_on_device(saved.get() + place[i], inputs[i]->data, ggml_nbytes(inputs[i]), stream);
         if (inputs[i] == root) {
             ids.data = saved.get() + place[i] + ((const char *) span.ids->data - (const char *) root->data);
         }
     }
 
     std::vector<int32_t> pass;
-    std::vector<uint8_t> chosen;
+    std::vector<uint8_t> chosen(n_expert);
     bool                 ok = true;
     for (bool first = true;; first = false) {
-        pass.clear();
-        chosen.assign(n_expert, 0);
-        for (int32_t expert : experts) {
-            if (store->op.data[expert]) {
-                pass.push_back(expert);
-                chosen[expert] = 1;
-            }
-        }
+        experts_of_pass(store, experts, pass, chosen);
         if (pass.empty()) {
             break; // a read failed
         }
         state.apply(state.changes(span.ref->layer, pass), stream);
         CUDA_CHECK(cudaMemcpyAsync(in_pass.get(), chosen.data(), n_expert, cudaMemcpyHostToDevice, stream));
         for (size_t i = 0; i < inputs.size() && !first; i++) {
-            CUDA_CHECK(cudaMemcpyAsync(
-                inputs[i]->data, saved.get() + place[i], ggml_nbytes(inputs[i]), cudaMemcpyDeviceToDevice, stream));
+            copy_on_device(inputs[i]->data, saved.get() + place[i], ggml_nbytes(inputs[i]), stream);
         }
         ggml_cgraph part = part_of(cgraph, span.first, span.last + 1);
         ok               = compute(backend, &part) == GGML_STATUS_SUCCESS;
@@ -147,8 +157,7 @@ static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph,
         expert_store_next_pass(store);
     }
     for (size_t i = 0; i < outputs.size(); i++) {
-        CUDA_CHECK(cudaMemcpyAsync(
-            outputs[i]->data, kept.get() + kept_place[i], ggml_nbytes(outputs[i]), cudaMemcpyDeviceToDevice, stream));
+        copy_on_device(outputs[i]->data, kept.get() + kept_place[i], ggml_nbytes(outputs[i]), stream);
     }
     CUDA_CHECK(cudaStreamSynchronize(stream)); // the pool's memory is free again
     return ok ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
@@ -164,7 +173,6 @@ static enum ggml_status run_span(
     if (!state) {
         return GGML_STATUS_FAILED;
     }
-    expert_cuda_take_arena(*state, ctx, span.ref);
     std::vector<int32_t> experts;
     const int32_t *      ids = read_ids(*state, span.ids, ctx.stream());
     if (!expert_cuda_distinct_ids(span.ref, ids, span.ids->ne[0] * span.ids->ne[1], experts)) {
@@ -188,10 +196,12 @@ static enum ggml_status run_span(
 enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * cgraph, expert_cuda_compute compute) {
     auto &                         ctx   = *(ggml_backend_cuda_context *) backend->context;
     const std::vector<expert_span> spans = expert_cuda_find_spans(cgraph);
-    expert_cuda_state *            state = spans.empty() ? nullptr : expert_cuda_state_of(spans.front().ref, ctx.device);
-    if (state) { // before anything is launched: a first launch loads code, which waits for the GPU, and that may wait for a lookup
-        expert_cuda_take_arena(*state, ctx, spans.front().ref);
+    expert_cuda_state *            state = expert_cuda_state_of(spans.front().ref, ctx.device); // there is one span at least
+    if (!state) {
+        return GGML_STATUS_FAILED;
     }
+    // before anything is launched: a first launch loads code, which waits for the GPU, and that may wait for a lookup
+    expert_cuda_take_arena(*state, ctx, spans.front().ref);
     in_segments             = true;
     enum ggml_status status = GGML_STATUS_SUCCESS;
     int              next   = 0;
@@ -207,9 +217,7 @@ enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * 
         }
     }
     in_segments = false;
-    if (state) {
-        expert_cuda_mark_use(*state, ctx);
-    }
+    expert_cuda_mark_use(*state, ctx);
     expert_cuda_give_arena();
     return status;
 }

@@ -1,6 +1,6 @@
 """The expert provider: answers native's callbacks with pypack's cache and reader.
 
-native misses --fetch--> cache takes slots --> reader fills them --> commit or fail, from a reader thread
+native misses --fetch--> cache takes slots --> native reads the blocks --read, if it can't--> reader --> commit or fail
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import xxhash
+import numpy as np
+from numpy.typing import NDArray
 
 from bridge._provider import ffi, lib
 from bridge.library import build_info
 from pypack.budget import cache_budget, parse_size, plan_pools
 from pypack.cache import ExpertCache
-from pypack.counters import Counters, ExpertStats
-from pypack.direct_io import address
+from pypack.counters import Counter, Counters, ExpertStats
 from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
 from pypack.host_memory import host_memory_free
 from pypack.policy import make_policy
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from pypack.reader import Verify
 
 _log = logging.getLogger(__name__)
+
+_CHECKS: dict[Verify, int] = {"off": 0, "first": 1, "every": 2}  # expert_block.check
+_STAGE_SLOTS = 2  # for our own reads
+
+_BLOCK = np.dtype([("offset", "<i8"), ("fd", "<i4"), ("check", "<i4"), ("digest", "u1", (16,))])  # expert_block
 
 
 class Provider:
@@ -67,13 +72,10 @@ class Provider:
         self._slots: list[memoryview | StagingPool] = []  # [n_slots] host memory, or how to get there
         self._error: ExpertPackError | None = None
         self.arena_bytes: dict[str, int] = {}  # by device
-        self.counters = Counters()
+        self.counters = _SharedCounters()
         self.cache = ExpertCache(pack.layers, make_policy(policy), self.counters)
         self._check_budget()
-        self._verify = verify
-        self._digests: dict[int, tuple[int, bytes]] = {}  # by address: how many bytes a read has hashed there
-        self._hashed: set[tuple[int, int]] = set()  # (file, offset) of the blocks that were hashed before
-        self._read_splits = check_count("read_splits", read_splits, 1)
+        self._n_parts = check_count("read_splits", read_splits, 1)
         self._reader = Reader(
             pack,
             direct_io=direct_io,
@@ -82,8 +84,9 @@ class Provider:
             verify=verify,
             counters=self.counters,
             pread=self._pread,
-            digest=self._digest,
         )
+        self.blocks = _describe_blocks(pack, self._reader.fds, _CHECKS[verify])
+        self._is_direct = direct_io
         self._handle = ffi.new_handle(self)
         self._store = self._register(os.fspath(model_path))
         if self._store == ffi.NULL:
@@ -174,30 +177,29 @@ class Provider:
     def _staging_pool(self, device: str) -> StagingPool:
         block_bytes = max(layer.block_bytes for layer in self._pack.layers)
         pinned = ffi.new("int *")
-        n_bytes = block_bytes * self._stage_slots
-        start = lib.expert_store_alloc_staging(self._store, device.encode(), n_bytes, pinned)
+        n_bytes = block_bytes * _STAGE_SLOTS
+        start = lib.expert_store_alloc_staging(self._store, device.encode(), block_bytes, _STAGE_SLOTS, pinned)
         if start == ffi.NULL:
             raise BudgetError(_last_error())
         if not pinned[0]:
             _log.warning(
-                "the %d bytes of staging memory for %s are not page-locked: copies will be slower", n_bytes, device
+                "the %d bytes of staging memory for %s are not page-locked: copies will be slower",
+                block_bytes * (_STAGE_SLOTS + self._stage_slots),
+                device,
             )
         memory = memoryview(ffi.buffer(start, n_bytes))
-        buffers = [memory[i * block_bytes : (i + 1) * block_bytes] for i in range(self._stage_slots)]
+        buffers = [memory[i * block_bytes : (i + 1) * block_bytes] for i in range(_STAGE_SLOTS)]
         return StagingPool(self._reader, self._pack.layers, buffers)
 
     def fetch(self, layer: int, missing: list[int], active: list[int]) -> list[int]:
-        slots = self.cache.fetch(layer, missing, active)
-        for expert, slot in zip(missing, slots, strict=True):
-            self._read(layer, expert, slot)
-        return slots
+        return self.cache.fetch(layer, missing, active)
 
     def keep(self, error: ExpertPackError) -> None:
         """Remember why a callback failed."""
         self._error = error
 
-    def _read(self, layer: int, expert: int, slot: int) -> None:
-        """Start a read; whatever happens, native hears of it."""
+    def read(self, layer: int, expert: int, slot: int) -> None:
+        """Start a read that native can't do, or that failed there; whatever happens, native hears of it."""
 
         def aim(buffer: memoryview) -> None:
             lib.expert_store_stage(self._store, ffi.from_buffer(buffer), len(buffer), slot)
@@ -205,7 +207,6 @@ class Provider:
         def done(error: Exception | None) -> None:
             try:
                 if error is None:
-                    self.cache.resident(slot)
                     lib.expert_store_commit(self._store, layer, expert, slot)
                     return
                 self.cache.rollback(slot)
@@ -224,24 +225,12 @@ class Provider:
             done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
 
     def _pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        place = (fd, offset)
-        hashes = self._verify == "every" or (self._verify == "first" and place not in self._hashed)
-        digest = ffi.new("uint8_t[16]") if hashes else ffi.NULL
-        self._digests.pop(address(buffer), None)
         n: int = lib.expert_store_read(
-            self._store, fd, ffi.from_buffer(buffer), len(buffer), offset, self._read_splits, digest
+            self._store, fd, ffi.from_buffer(buffer), len(buffer), offset, self._n_parts, ffi.NULL
         )
         if n < 0:
             raise OSError(-n, "the copy to the device failed" if -n == errno.EREMOTEIO else os.strerror(-n))
-        if hashes and n == len(buffer):
-            self._hashed.add(place)
-            self._digests[address(buffer)] = (n, bytes(digest))
         return n
-
-    def _digest(self, block: memoryview) -> bytes:
-        """From the read of the block, which hashes while it waits for the drive; else computed now."""
-        n, digest = self._digests.pop(address(block), (0, b""))
-        return digest if n == len(block) else xxhash.xxh3_128_digest(block)
 
     def _start_trace(self, path: str, policy: str) -> None:
         header = encode_header(self._pack.layers, self._top_k, policy)
@@ -284,11 +273,35 @@ class Provider:
         tables.last_use = ffi.from_buffer("int64_t[]", self.cache.last_use)
         tables.counters = ffi.from_buffer("int64_t[]", self.counters.array)
         tables.layer_slots = ffi.from_buffer("int32_t[]", self.cache.layer_slots)
+        tables.blocks = ffi.from_buffer("expert_block[]", self.blocks)
+        tables.n_reads, tables.n_parts, tables.is_direct = self._stage_slots, self._n_parts, self._is_direct
         callbacks = ffi.new("expert_provider *")
         callbacks.abi_version, callbacks.struct_size = lib.EXPERT_ABI_VERSION, ffi.sizeof("expert_provider")
         callbacks.user = self._handle
         callbacks.open_arena, callbacks.fetch = lib.expert_pack_open_arena, lib.expert_pack_fetch
+        callbacks.read = lib.expert_pack_read
         return lib.expert_store_create(os.fsencode(model_path), layers, len(self._pack.layers), tables, callbacks)
+
+
+def _describe_blocks(pack: Pack, fds: Sequence[int], check: int) -> NDArray[np.void]:
+    """[n_keys] of ``expert_block``."""
+    blocks = np.zeros(pack.n_keys, _BLOCK)
+    blocks["fd"] = np.array(fds, np.int32)[pack.index["file_id"]]
+    for name in ("offset", "digest"):
+        blocks[name] = pack.index[name]
+    blocks["check"] = check
+    return blocks
+
+
+class _SharedCounters(Counters):
+    """Counters that native adds to as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = ffi.from_buffer("int64_t[]", self.array)
+
+    def add(self, counter: Counter, n: int = 1) -> None:
+        lib.expert_count(self._numbers + int(counter), n)
 
 
 # ---- what C calls
@@ -316,6 +329,13 @@ def expert_pack_fetch(
         provider.keep(error if isinstance(error, ExpertPackError) else _unexpected(error))
         return 0
     slots[0:n_missing] = taken
+    return 1
+
+
+@ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
+def expert_pack_read(user: Any, layer: int, expert: int, slot: int) -> int:
+    provider: Provider = ffi.from_handle(user)
+    provider.read(layer, expert, slot)
     return 1
 
 

@@ -1,8 +1,9 @@
 """The cache's books: which expert is in which slot, and which slots a fetch takes.
 
-Life of a slot:  FREE --fetch--> LOADING --resident--> RESIDENT --fetch (as a victim)--> LOADING ...
-                                 LOADING --rollback--> FREE
+Life of a slot:  free --fetch--> loading --native publishes it--> resident --fetch (as a victim)--> loading ...
+                                 loading --rollback--> free
 
+A slot without owner is free; one that ``slot_of`` names for its owner is resident; any other is loading.
 ``slot_of``, ``freq`` and ``last_use`` are shared with native code (``expert_tables`` of the provider header):
 native publishes ``slot_of[key]`` when a read has ended well; this class only clears it. What belongs to this
 class alone is ``place``: where an expert is *or is being read to*.
@@ -23,16 +24,15 @@ from pypack.errors import BudgetError
 from pypack.layout import Layer
 from pypack.policy import Policy
 
-__all__ = ["FREE", "LOADING", "RESIDENT", "ExpertCache"]
+__all__ = ["ExpertCache"]
 
-FREE, LOADING, RESIDENT = 0, 1, 2
 _NONE = -1
 
 
 class ExpertCache:
     """Slots of any number of arenas under one numbering, for the experts of ``layers``.
 
-    Thread-safe: ``fetch`` comes from the computing thread, ``resident`` and ``rollback`` from reader threads.
+    Thread-safe: ``fetch`` comes from the computing thread, ``rollback`` from reader threads.
     """
 
     def __init__(self, layers: Sequence[Layer], policy: Policy, counters: Counters) -> None:
@@ -43,7 +43,6 @@ class ExpertCache:
         self.layer_slots: NDArray[np.int32] = np.zeros(len(layers), np.int32)  # [n_layers] shared
         self.place: NDArray[np.int32] = np.full(n_keys, _NONE, np.int32)  # [n_keys]
         self.owner: NDArray[np.intp] = np.empty(0, np.intp)  # [n_slots] key, or -1
-        self.state: NDArray[np.int8] = np.empty(0, np.int8)  # [n_slots] FREE, LOADING or RESIDENT
         self.n_slots = 0
         self._layers = tuple(layers)
         self._policy = policy
@@ -76,15 +75,14 @@ class ExpertCache:
                 self._policies.append(self._policy.for_pool(pool, len(self.freq)))
                 self._free.append(list(range(pool.first_slot + pool.n_slots - 1, pool.first_slot - 1, -1)))
             self.owner = np.concatenate((self.owner, np.full(plan.n_slots, _NONE, np.intp)))
-            self.state = np.concatenate((self.state, np.full(plan.n_slots, FREE, np.int8)))
             self.n_slots += plan.n_slots
             return first
 
     def fetch(self, layer: int, missing: Sequence[int], active: Sequence[int]) -> list[int]:
-        """Take a slot for each expert of ``missing``, in order; all of them or none. They are LOADING now.
+        """Take a slot for each expert of ``missing``, in order; all of them or none. They are loading now.
 
         ``missing``, ``active``: expert numbers of the layer; arrays are fine. Free slots go first, then what
-        the policy evicts; experts of ``active`` and slots still LOADING are never evicted.
+        the policy evicts; experts of ``active`` and slots still loading are never evicted.
         Raises ValueError if an expert is out of range, repeated, or has a slot already; :class:`BudgetError`
         if the pool cannot hold them.
         """
@@ -104,23 +102,16 @@ class ExpertCache:
 
             slots = [free.pop() for _ in range(len(keys) - len(victims))] + victims
             self.owner[slots] = keys
-            self.state[slots] = LOADING
             self.place[keys] = slots
             return slots
 
-    def resident(self, slot: int) -> None:
-        """The slot holds its expert's bytes. Call it just before native publishes the slot."""
-        with self._lock:
-            self._expect_loading(slot)
-            self.state[slot] = RESIDENT
-
     def rollback(self, slot: int) -> None:
-        """The slot could not be filled: it is FREE, its expert is nowhere."""
+        """The slot could not be filled: it is free, its expert is nowhere."""
         with self._lock:
-            self._expect_loading(slot)
-            key = self.owner[slot]
-            self.slot_of[key] = self.place[key] = self.owner[slot] = _NONE
-            self.state[slot] = FREE
+            key = self.owner[slot] if 0 <= slot < self.n_slots else _NONE
+            if key == _NONE or self.slot_of[key] == slot:
+                raise ValueError(f"slot {slot} is not being loaded")
+            self.place[key] = self.owner[slot] = _NONE
             self._free[self._pool_of_slot(slot)].append(slot)
 
     def key_of(self, slot: int) -> int:
@@ -160,20 +151,15 @@ class ExpertCache:
         return victims
 
     def _evictable(self, pool: Pool, kept_slots: NDArray[np.int32]) -> NDArray[np.intp]:
-        may_go = self.state[pool.first_slot : pool.first_slot + pool.n_slots] == RESIDENT
+        """Resident slots but the kept ones."""
+        # a free slot's owner, -1, means the last key here, which may be anywhere but in a free slot
+        slots = np.arange(pool.first_slot, pool.first_slot + pool.n_slots)
+        may_go = self.slot_of.take(self.owner[pool.first_slot : pool.first_slot + pool.n_slots]) == slots
         may_go[kept_slots - pool.first_slot] = False
-        slots = np.flatnonzero(may_go) + pool.first_slot
-        published = self.slot_of.take(self.owner.take(slots))
-        if len(slots) and published.min() == _NONE:
-            slots = slots[published != _NONE]  # or native would publish a slot that was given away
-        return slots
+        return slots[may_go]
 
     def _pool_of_slot(self, slot: int) -> int:
         return next(i for i, p in enumerate(self._pools) if p.first_slot <= slot < p.first_slot + p.n_slots)
-
-    def _expect_loading(self, slot: int) -> None:
-        if not 0 <= slot < self.n_slots or self.state[slot] != LOADING:
-            raise ValueError(f"slot {slot} is not being loaded")
 
     def _check_slots(self) -> list[str]:
         wrong: list[str] = []
@@ -187,10 +173,8 @@ class ExpertCache:
                 )
             }
             for slot in range(pool.first_slot, pool.first_slot + pool.n_slots):
-                state, key = int(self.state[slot]), int(self.owner[slot])
-                if (state == FREE) != (key == _NONE):
-                    wrong.append(f"slot {slot} has state {state} but owner {key}")
-                elif key != _NONE and key not in keys:
+                key = int(self.owner[slot])
+                if key != _NONE and key not in keys:
                     wrong.append(f"slot {slot} of pool {pool_index} holds key {key}, which belongs to another pool")
                 elif key != _NONE and self.place[key] != slot:
                     wrong.append(f"slot {slot} holds key {key}, whose place is {self.place[key]}")
@@ -203,11 +187,9 @@ class ExpertCache:
                 wrong.append(f"key {key} has place {place}, which it does not own")
             if published != _NONE and published != place:
                 wrong.append(f"key {key} is published in slot {published}, but its place is {place}")
-            elif published != _NONE and self.state[published] != RESIDENT:
-                wrong.append(f"key {key} is published in slot {published}, which is not resident")
         return wrong
 
     def _check_free(self) -> list[str]:
         listed = sorted(slot for free in self._free for slot in free)
-        free = np.flatnonzero(self.state == FREE).tolist()
+        free = np.flatnonzero(self.owner == _NONE).tolist()
         return [] if listed == free else [f"free slots are {free}, but {listed} are listed"]

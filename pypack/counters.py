@@ -1,8 +1,7 @@
 """What the cache did, counted.
 
 The numbers live in one int64 array that native code and this package both write; its layout is
-``enum expert_counter`` of ``native/include/expert_provider.h``. Each number has one writer: the marked ones
-of the header are ours, the rest are native's.
+``enum expert_counter`` of ``native/include/expert_provider.h``, which says who writes which number.
 """
 
 from __future__ import annotations

@@ -78,8 +78,7 @@ class Reader:
     ``read_splits``: parts that one block is cut into at most; ``stage_slots``: blocks in flight at most.
     ``verify``: check a block's xxh3_128 at the first read of the expert here, at every read, or never.
     ``retries``: how often a failed, short or corrupt read is tried again.
-    ``pread`` replaces the system call: a faster one, or a failing one in tests. ``digest``: the xxh3_128 of a block
-    that has been read, if something cheaper than hashing it afterwards is known.
+    ``pread`` replaces the system call: a faster one, or a failing one in tests.
 
     Raises :class:`pypack.errors.DirectIOError`, :class:`ReadError` or :class:`UsageError`.
     """
@@ -95,7 +94,6 @@ class Reader:
         retries: int = 3,
         counters: Counters | None = None,
         pread: PreadInto = pread_into,
-        digest: Callable[[memoryview], bytes] = xxhash.xxh3_128_digest,
     ) -> None:
         check_count("read_splits", read_splits, 1)
         check_count("stage_slots", stage_slots, 1)
@@ -111,7 +109,6 @@ class Reader:
         self._retries = retries
         self._counters = counters or Counters()
         self._pread = pread
-        self._digest = digest
         self._verified = bytearray(sum(layer.n_expert for layer in pack.layers))  # [n_keys] 1: checked once
         self._fds = _open_all(pack.files, direct_io)
 
@@ -129,6 +126,11 @@ class Reader:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def fds(self) -> Sequence[int]:
+        """The pack's files, open for as long as this reader."""
+        return self._fds
 
     def submit(self, layer: int, expert: int, dest: memoryview, on_done: OnDone) -> None:
         """Start to read an expert into ``dest``; ``on_done(error or None)`` is called when that ends.
@@ -296,7 +298,7 @@ class Reader:
         if self._verify == "off" or (self._verify == "first" and self._verified[key]):
             return None
         expected = self._pack.digest(block.layer, block.expert)
-        found = self._digest(block.dest)
+        found = xxhash.xxh3_128_digest(block.dest)
         if found == expected:
             self._verified[key] = 1
             return None

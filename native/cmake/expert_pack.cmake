@@ -17,6 +17,7 @@ endfunction()
 expert_pack_sources(ggml-base
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_store.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_acquire.cpp
+    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_load.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_read.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_trace.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_buffer.cpp)

@@ -6,9 +6,10 @@
 //   2. llama.cpp loads the model of that file; weights named in a role are claimed, not loaded.
 //   3. Before the first use of a device the store asks open_arena(): the provider decides its size in bytes.
 //   4. A MUL_MAT_ID on a claimed weight looks its experts up in slot_of[]. All there: no callback is made.
-//   5. Else fetch() names the missing experts; the provider picks slots, starts the reads and returns at once.
-//      Each read ends in expert_store_commit() or expert_store_fail(), from any thread.
-//   6. A slot is published in slot_of[] only after its bytes are in place. A failed read fails the decode.
+//   5. Else fetch() names the missing experts and the provider picks slots. Native reads the blocks by itself.
+//   6. What native can't read, or reads wrong, it asks the provider to read(): the one with retries and messages.
+//      Such a read ends in expert_store_commit() or expert_store_fail(), from any thread.
+//   7. A slot is published in slot_of[] only after its bytes are in place. A failed read fails the decode.
 #ifndef EXPERT_PROVIDER_H
 #define EXPERT_PROVIDER_H
 
@@ -19,24 +20,24 @@ extern "C" {
 #endif
 
 // cffi: begin
-#define EXPERT_ABI_VERSION 5
+#define EXPERT_ABI_VERSION 6
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
 
-// Indices into expert_tables.counters.
+// Indices into expert_tables.counters. Those with two writers are added to with expert_count() only.
 enum expert_counter {
     EXPERT_ACQUIRES = 0,   // expert layers looked up (one per layer and batch)
     EXPERT_HITS,           // unique (layer, expert) of an acquire that were in a slot
     EXPERT_MISSES,         // unique (layer, expert) of an acquire that were not
     EXPERT_EVICTIONS,      // slots taken from an expert that was in it        (written by the provider)
     EXPERT_LOADS,          // experts brought into a slot and published
-    EXPERT_READ_BYTES,     // bytes read from the pack                         (written by the provider)
+    EXPERT_READ_BYTES,     // bytes read from the pack                         (written by both)
     EXPERT_H2D_BYTES,      // bytes copied to a device; 0 where slots are host memory
     EXPERT_PROVIDER_CALLS, // callbacks made: 0 while everything is resident
-    EXPERT_WAIT_NS,        // time that computation waited for experts
-    EXPERT_IO_ERRORS,      // reads that failed or whose checksum was wrong    (written by the provider)
-    EXPERT_IO_RETRIES,     // of these, the ones that were tried again         (written by the provider)
-    EXPERT_FALLBACKS,      // reads that did not use direct I/O                (written by the provider)
+    EXPERT_WAIT_NS,        // time that computation waited for experts, and for the provider to choose slots
+    EXPERT_IO_ERRORS,      // reads that failed or whose checksum was wrong    (written by both)
+    EXPERT_IO_RETRIES,     // of these, the ones that were tried again         (written by both)
+    EXPERT_FALLBACKS,      // reads that did not use direct I/O                (written by both)
     EXPERT_FAILURES,       // decodes that failed because an expert could not be brought in
     EXPERT_COUNTERS
 };
@@ -61,13 +62,25 @@ typedef struct expert_layer {
     expert_role roles[EXPERT_MAX_ROLES];
 } expert_layer;
 
+// Where native finds an expert's block, if it is one piece of a file.
+typedef struct expert_block {
+    int64_t offset;     // in bytes, and n_bytes like the layer's block_bytes: multiples of 4096 for direct I/O
+    int32_t fd;         // open for reading; -1: only the provider can read it
+    int32_t check;      // the digest at each read: 0 no; 1 until it was right once, native sets 0 then; 2 yes
+    uint8_t digest[16]; // xxh3_128 of the block, big-endian
+} expert_block;
+
 // Shared memory, owned by the provider, alive until expert_store_free().
 typedef struct expert_tables {
-    int32_t * slot_of;     // [n_keys] slot that holds the expert, -1: none. Native sets, both clear
-    int64_t * freq;        // [n_keys] acquires that asked for it. Native writes
-    int64_t * last_use;    // [n_keys] number of the last acquire that asked for it. Native writes
-    int64_t * counters;    // [EXPERT_COUNTERS]
-    int32_t * layer_slots; // [n_layers] slots that the layer may use. Provider writes in open_arena
+    int32_t *      slot_of;     // [n_keys] slot that holds the expert, -1: none. Native sets, both clear
+    int64_t *      freq;        // [n_keys] acquires that asked for it. Native writes
+    int64_t *      last_use;    // [n_keys] number of the last acquire that asked for it. Native writes
+    int64_t *      counters;    // [EXPERT_COUNTERS]
+    int32_t *      layer_slots; // [n_layers] slots that the layer may use. Provider writes in open_arena
+    expert_block * blocks;      // [n_keys]
+    int32_t        n_reads;     // blocks that native reads at the same time, at most
+    int32_t        n_parts;     // that it cuts each of them into, at most
+    int32_t        is_direct;   // the files are open for direct I/O
 } expert_tables;
 
 typedef struct expert_store expert_store;
@@ -81,10 +94,12 @@ typedef struct expert_provider {
     // device: its ggml name ("CPU", "CUDA0"); free_bytes: memory it has left now, 0 if unknown.
     int (*open_arena)(void * user, const char * device, uint64_t free_bytes, const int32_t * layers, int32_t n_layers);
     // Choose slots for missing[] without touching those of active[] (which includes missing[]), clear slot_of of
-    // what they held, start the reads, write the slots to slots[n_missing] and return. n_missing never exceeds
-    // what fits beside the rest of active[].
+    // what they held and write the slots to slots[n_missing]. n_missing never exceeds what fits beside the rest of
+    // active[].
     int (*fetch)(void * user, int32_t layer, const int32_t * missing, int32_t n_missing, const int32_t * active, int32_t n_active,
         int32_t * slots);
+    // Start to read a fetched expert into its slot, and return. From any thread.
+    int (*read)(void * user, int32_t layer, int32_t expert, int32_t slot);
 } expert_provider;
 
 // Registers a provider for the model whose first GGUF file is model_path (compared by device and inode).
@@ -100,8 +115,10 @@ void expert_store_free(expert_store * store);
 int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes, int32_t first_slot, int32_t n_slots,
     const uint64_t * offsets, void ** host);
 // Memory that reads for a device land in before they are copied there: page-aligned, page-locked where the device's
-// driver allows it (*pinned). Lives as long as the store. NULL and expert_last_error() on failure.
-void * expert_store_alloc_staging(expert_store * store, const char * device, uint64_t n_bytes, int * pinned);
+// driver allows it (*pinned). n_buffers of buffer_bytes each are the provider's; expert_tables.n_reads more are native's
+// own. Lives as long as the store. NULL and expert_last_error() on failure.
+void * expert_store_alloc_staging(
+    expert_store * store, const char * device, uint64_t buffer_bytes, int32_t n_buffers, int * pinned);
 // The model is loaded: from now on no other one of the same file takes weights from this store.
 void expert_store_loaded(expert_store * store);
 // Opens the arenas of every device that has claimed weights, so that a wrong budget is known before the first
@@ -124,10 +141,13 @@ void expert_store_stage(expert_store * store, const void * buffer, uint64_t n_by
 // digest: NULL, or room for the xxh3_128 of the bytes, big-endian; valid if all of them are there.
 int64_t expert_store_read(
     expert_store * store, int fd, void * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, uint8_t * digest);
-// A read has ended: the slot holds the expert's bytes, or it could not be filled (why: one sentence, copied).
+// A read() has ended: the slot holds the expert's bytes, or it could not be filled (why: one sentence, copied).
 // The provider's own books must be right before the call: it may wake a computation that fetches at once.
 void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot);
 void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, const char * why);
+
+// Adds to a counter that both sides write.
+void expert_count(int64_t * counter, int64_t n);
 
 // Why the last call of this thread failed; why the last failed decode of this store failed. One sentence or "".
 const char * expert_last_error(void);

@@ -35,7 +35,12 @@ static void count_acquire(expert_store * store, int32_t index, const std::vector
     tables.counters[EXPERT_MISSES] += (int64_t) active.size() - n_hits;
 }
 
-// Starts reads. Called without the lock: reads may end before the provider returns.
+static void count_wait(expert_store * store, std::chrono::steady_clock::time_point start) {
+    store->tables.counters[EXPERT_WAIT_NS] +=
+        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Starts reads. The provider is called without the lock: it may take long.
 static bool fetch(expert_store * store, std::unique_lock<std::mutex> & lock) {
     expert_op &          op      = store->op;
     const int32_t *      slot_of = store->slot_of(op.layer);
@@ -58,20 +63,26 @@ static bool fetch(expert_store * store, std::unique_lock<std::mutex> & lock) {
     op.n_in_flight += (int32_t) missing.size();
     std::vector<int32_t> slots(missing.size(), -1);
     store->tables.counters[EXPERT_PROVIDER_CALLS]++;
+    const auto start = std::chrono::steady_clock::now();
     lock.unlock();
+    const std::vector<expert_loader::load> loads = store->loader.announce(op.layer, missing);
     const bool ok = store->provider.fetch(store->provider.user, op.layer, missing.data(), (int32_t) missing.size(), active.data(),
                         (int32_t) active.size(), slots.data()) != 0;
     lock.lock();
-    if (ok && store->trace) {
+    if (ok && store->trace) {                                                     // before a read can fail
         std::rotate(active.begin(), active.end() - missing.size(), active.end()); // the missing ones first
         expert_trace_fetch(*store->trace, op.layer, active, missing.size());
     }
+    lock.unlock();
+    ok ? store->loader.place(loads, slots) : store->loader.cancel(loads);
+    lock.lock();
+    count_wait(store, start);
     if (!ok) { // what was not started will not end
         for (int32_t expert : missing) {
             op.n_in_flight -= op.in_flight[expert];
             op.in_flight[expert] = 0;
         }
-        store->error = "the expert provider failed to start a read; its own message is in the log";
+        store->error = "the expert provider failed to choose slots; its own message is in the log";
     }
     return ok;
 }
@@ -80,8 +91,7 @@ static void wait_for_reads(expert_store * store, std::unique_lock<std::mutex> & 
     const auto    start = std::chrono::steady_clock::now();
     const int32_t n     = store->op.n_in_flight;
     store->changed.wait(lock, [&] { return store->op.n_in_flight == 0 || (!all && store->op.n_in_flight < n); });
-    store->tables.counters[EXPERT_WAIT_NS] +=
-        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
+    count_wait(store, start);
 }
 
 // Moves the resident experts of todo into this pass.

@@ -1,11 +1,10 @@
-// Reading pack files: one expert in several parts at once, each passed on as it arrives.
+// Reading files: a block in several parts at once, each passed on as it arrives, hashed on the way.
 //
-//   expert_store_read --cut--> parts --queue--> threads: pread --> to the slot, where that is not the destination itself
+//   start --cut--> parts --queue--> threads: pread, arrived() --> in the file's order: hash --> ended()
 //
-// Which bytes, when, and what a failure means is the provider's business. Here is only what its interpreter lock would
-// put in a line: on a fast drive a part of 1 MiB takes less time than getting that lock.
+// The thread that brings the next part in order hashes it, and all that are there behind it: hashing costs no time of
+// its own while other parts are still being read.
 #include "expert_read.h"
-#include "expert_store.h"
 
 #define XXH_INLINE_ALL
 #include "xxhash/xxhash.h"
@@ -14,43 +13,66 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <system_error>
 
 static const uint64_t ALIGNMENT      = 4096;
-static const uint64_t PART_BYTES_MIN = 1 << 20;
+static const uint64_t PART_BYTES_MIN = 512 << 10; // smaller ones cost more than their even spread over threads gains
 static const size_t   N_THREADS      = 16;
 
 static const int64_t RUNNING = INT64_MIN;
 
 struct expert_read_parts {
-    int                                 fd;
-    char *                              dest;
-    uint64_t                            n_bytes;
-    int64_t                             offset;
-    uint64_t                            part_bytes;
-    const expert_read_pool::arrived_t & arrived;
+    const expert_read    read;
+    const uint64_t       part_bytes;
+    std::mutex           mutex;           // guards what follows
+    std::vector<int64_t> results;         // [n_parts] bytes read, or -errno; RUNNING
+    size_t               n_running;       // parts that have not ended
+    size_t               n_seen  = 0;     // parts, from the first one, that are in what follows
+    bool                 seeing  = false; // a thread looks at the next ones
+    int64_t              error   = 0;
+    uint64_t             n_there = 0; // bytes before the first gap
+    bool                 gap     = false;
+    XXH3_state_t         hash;
 
-    std::mutex              mutex; // guards what follows
-    std::condition_variable ended;
-    std::vector<int64_t>    results; // [n_parts] bytes read, or -errno; RUNNING
+    expert_read_parts(const expert_read & read, uint64_t part_bytes) :
+        read(read), part_bytes(part_bytes), results(std::max<uint64_t>(1, (read.n_bytes + part_bytes - 1) / part_bytes), RUNNING),
+        n_running(results.size()) {
+        XXH3_128bits_reset(&hash);
+    }
 
-    uint64_t length(size_t index) const { return std::min(part_bytes, n_bytes - index * part_bytes); }
+    uint64_t length(size_t index) const { return std::min(part_bytes, read.n_bytes - index * part_bytes); }
 
     void run(size_t index) {
         const uint64_t start  = index * part_bytes;
-        int64_t        result = fill(dest + start, length(index), offset + (int64_t) start);
-        if (result > 0 && arrived && !arrived(dest + start, (uint64_t) result)) {
+        int64_t        result = fill(read.dest + start, length(index), read.offset + (int64_t) start);
+        if (result > 0 && read.arrived && !read.arrived(read.dest + start, (uint64_t) result)) {
             result = -EREMOTEIO;
         }
-        std::lock_guard<std::mutex> lock(mutex);
+        std::unique_lock<std::mutex> lock(mutex);
         results[index] = result;
-        ended.notify_all();
+        n_running--;
+        if (seeing) {
+            return; // the other thread will come to this part
+        }
+        seeing = true;
+        while (n_seen < results.size() && results[n_seen] != RUNNING) {
+            const size_t next = n_seen++;
+            lock.unlock();
+            see(next);
+            lock.lock();
+        }
+        seeing = false;
+        if (n_running == 0) {
+            lock.unlock();
+            end();
+        }
     }
 
     int64_t fill(char * place, uint64_t length, int64_t at) const {
         uint64_t done = 0;
         while (done < length) {
-            const ssize_t n = pread(fd, place + done, length - done, at + (int64_t) done);
+            const ssize_t n = pread(read.fd, place + done, length - done, at + (int64_t) done);
             if (n < 0 && errno == EINTR) {
                 continue;
             }
@@ -65,35 +87,23 @@ struct expert_read_parts {
         return (int64_t) done;
     }
 
-    int64_t wait_for(size_t index) {
-        std::unique_lock<std::mutex> lock(mutex);
-        ended.wait(lock, [&] { return results[index] != RUNNING; });
-        return results[index];
+    // By one thread at a time, in the order of the parts.
+    void see(size_t index) {
+        if (results[index] < 0) {
+            error = error ? error : results[index];
+        } else if (!gap) {
+            n_there += results[index];
+            gap = (uint64_t) results[index] < length(index);
+        }
+        if (read.hashed && !error && !gap) {
+            XXH3_128bits_update(&hash, read.dest + index * part_bytes, length(index));
+        }
     }
 
-    // Waits for all parts, and hashes each while the next ones are still being read.
-    int64_t finish(uint8_t * digest) {
-        XXH3_state_t hash;
-        XXH3_128bits_reset(&hash);
-        int64_t  error   = 0;
-        uint64_t n_there = 0;
-        bool     gap     = false;
-        for (size_t i = 0; i < results.size(); i++) {
-            const int64_t result = wait_for(i);
-            if (result < 0) {
-                error = error ? error : result;
-            } else if (!gap) {
-                n_there += result;
-                gap = (uint64_t) result < length(i);
-            }
-            if (digest && !error && !gap) {
-                XXH3_128bits_update(&hash, dest + i * part_bytes, length(i));
-            }
-        }
-        if (digest) {
-            XXH128_canonicalFromHash((XXH128_canonical_t *) digest, XXH3_128bits_digest(&hash));
-        }
-        return error ? error : (int64_t) n_there;
+    void end() const {
+        XXH128_canonical_t digest;
+        XXH128_canonicalFromHash(&digest, XXH3_128bits_digest(&hash));
+        read.ended(error ? error : (int64_t) n_there, digest.digest);
     }
 };
 
@@ -108,7 +118,6 @@ expert_read_pool::~expert_read_pool() {
     }
 }
 
-// False if the system has no thread to give.
 bool expert_read_pool::start_threads() {
     std::lock_guard<std::mutex> lock(mutex);
     try {
@@ -127,7 +136,7 @@ void expert_read_pool::run() {
         if (queue.empty()) {
             return;
         }
-        const part next = queue.front();
+        const part next = std::move(queue.front());
         queue.pop_front();
         lock.unlock();
         next.whole->run(next.index);
@@ -135,48 +144,43 @@ void expert_read_pool::run() {
     }
 }
 
-int64_t expert_read_pool::read(
-    int fd, char * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, const arrived_t & arrived, uint8_t * digest) {
-    const uint64_t least = std::max(PART_BYTES_MIN, n_bytes / (uint64_t) std::max(n_parts, 1));
-    uint64_t       each  = (least + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    if (n_bytes > each && !start_threads()) {
-        each = n_bytes;
+static uint64_t part_bytes_of(const expert_read & read) {
+    const uint64_t least = std::max(PART_BYTES_MIN, read.n_bytes / (uint64_t) std::max(read.n_parts, 1));
+    return (least + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+bool expert_read_pool::start(const expert_read & read) {
+    if (!start_threads()) {
+        return false;
     }
-    const size_t      n     = std::max<size_t>(1, (n_bytes + each - 1) / each);
-    expert_read_parts whole = {fd, dest, n_bytes, offset, each, arrived, {}, {}, std::vector<int64_t>(n, RUNNING)};
+    const auto whole = std::make_shared<expert_read_parts>(read, part_bytes_of(read));
     {
         std::lock_guard<std::mutex> lock(mutex);
-        for (size_t i = 1; i < n; i++) {
-            queue.push_back({&whole, i});
+        for (size_t i = 0; i < whole->results.size(); i++) {
+            queue.push_back({whole, i});
         }
     }
     wanted.notify_all();
-    whole.run(0); // this thread would only wait
-    return whole.finish(digest);
+    return true;
 }
 
-// ---- the provider's side
-
-void expert_store_stage(expert_store * store, const void * buffer, uint64_t n_bytes, int32_t slot) {
-    std::lock_guard<std::mutex> lock(store->mutex);
-    store->staged[(const char *) buffer] = {(const char *) buffer + n_bytes, slot};
-}
-
-int64_t expert_store_read(
-    expert_store * store, int fd, void * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, uint8_t * digest) {
-    const char *                buffer = nullptr; // that dest lies in
-    int32_t                     slot   = -1;
-    expert_read_pool::arrived_t arrived;
-    {
-        std::lock_guard<std::mutex> lock(store->mutex);
-        auto                        after = store->staged.upper_bound((const char *) dest);
-        if (after != store->staged.begin() && (const char *) dest < std::prev(after)->second.end) {
-            buffer = std::prev(after)->first;
-            slot   = std::prev(after)->second.slot;
+int64_t expert_read_pool::wait(expert_read read, uint8_t * digest) {
+    std::mutex              mutex;
+    std::condition_variable ended;
+    int64_t                 result = RUNNING;
+    read.hashed                    = digest != nullptr;
+    read.ended                     = [&](int64_t found, const uint8_t * hash) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (digest) {
+            memcpy(digest, hash, sizeof(XXH128_canonical_t));
         }
+        result = found;
+        ended.notify_all();
+    };
+    if (!start(read)) { // as one part, in this thread
+        expert_read_parts(read, std::max<uint64_t>(read.n_bytes, 1)).run(0);
     }
-    if (buffer) {
-        arrived = [=](const char * bytes, uint64_t n) { return expert_store_write(store, slot, bytes - buffer, bytes, n); };
-    }
-    return store->readers.read(fd, (char *) dest, n_bytes, offset, n_parts, arrived, digest);
+    std::unique_lock<std::mutex> lock(mutex);
+    ended.wait(lock, [&] { return result != RUNNING; });
+    return result;
 }

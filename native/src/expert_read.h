@@ -1,35 +1,48 @@
-// Threads that read pack files for a store. Internal to native/src.
+// Threads that read files for a store, each read cut into parts. Internal to native/src.
 #pragma once
 
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
-struct expert_read_parts; // one read, cut into parts
+struct expert_read {
+    int      fd      = -1;
+    char *   dest    = nullptr;
+    uint64_t n_bytes = 0;
+    int64_t  offset  = 0;
+    int32_t  n_parts = 1; // at most
+    bool     hashed  = false;
+
+    // A part is there; false: it could not be passed on. From any thread, in any order. May be empty.
+    std::function<bool(const char * bytes, uint64_t n_bytes)> arrived;
+    // All has ended. result: bytes there before the first gap, or -errno; -EREMOTEIO if `arrived` failed. digest: the
+    // xxh3_128 of the bytes, big-endian, if hashed and all are there. From any thread, once.
+    std::function<void(int64_t result, const uint8_t * digest)> ended;
+};
+
+struct expert_read_parts;
 
 class expert_read_pool {
 public:
-    using arrived_t = std::function<bool(const char * bytes, uint64_t n_bytes)>;
-
     expert_read_pool() = default;
-    ~expert_read_pool();
+    ~expert_read_pool(); // after all reads have ended
     expert_read_pool(const expert_read_pool &)             = delete;
     expert_read_pool & operator=(const expert_read_pool &) = delete;
 
-    // Reads n_bytes at offset into dest, in n_parts parts at most; `arrived` is called for each, from any thread.
-    // How many bytes are there before the first gap, or -errno; -EREMOTEIO if `arrived` failed. digest: see
-    // expert_store_read().
-    int64_t read(
-        int fd, char * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, const arrived_t & arrived, uint8_t * digest);
+    // False if the system has no thread to give: nothing is called then.
+    bool start(const expert_read & read);
+    // Reads and waits. The result; digest: NULL, or room for the digest.
+    int64_t wait(expert_read read, uint8_t * digest);
 
 private:
     struct part {
-        expert_read_parts * whole;
-        size_t              index;
+        std::shared_ptr<expert_read_parts> whole;
+        size_t                             index;
     };
 
     bool start_threads();

@@ -25,6 +25,7 @@ void expert_set_last_error(const char * format, ...) {
 
 const char * expert_last_error(void) { return last_error.c_str(); }
 int32_t      expert_abi_version(void) { return EXPERT_ABI_VERSION; }
+void         expert_count(int64_t * counter, int64_t n) { __atomic_fetch_add(counter, n, __ATOMIC_RELAXED); }
 
 expert_arena::~expert_arena() {
     backend_state.reset();
@@ -242,14 +243,17 @@ int expert_store_add_arena(expert_store * store, const char * device, uint64_t n
     return 1;
 }
 
-void * expert_store_alloc_staging(expert_store * store, const char * device, uint64_t n_bytes, int * pinned) {
+void * expert_store_alloc_staging(
+    expert_store * store, const char * device, uint64_t buffer_bytes, int32_t n_buffers, int * pinned) {
     ggml_backend_dev_t dev = device_by_name(store, device);
     if (!dev) {
         return nullptr;
     }
     ggml_backend_buffer_type_t host_buft = ggml_backend_dev_host_buffer_type(dev);
-    const uint64_t             page   = 4096; // direct reads need whole pages; small pinned allocations are not aligned to them
-    ggml_backend_buffer_t      buffer = host_buft ? ggml_backend_buft_alloc_buffer(host_buft, n_bytes + page) : nullptr;
+    const uint64_t             page      = 4096; // direct reads need whole pages; small pinned allocations may start anywhere
+    const int32_t              n_own     = store->tables.n_reads;
+    const uint64_t             n_bytes   = buffer_bytes * (n_buffers + n_own) + page;
+    ggml_backend_buffer_t      buffer    = host_buft ? ggml_backend_buft_alloc_buffer(host_buft, n_bytes) : nullptr;
     // a backend that can't lock pages hands out an ordinary buffer of another type
     *pinned = buffer && ggml_backend_buffer_get_type(buffer) == host_buft;
     if (!buffer) {
@@ -257,9 +261,11 @@ void * expert_store_alloc_staging(expert_store * store, const char * device, uin
             (unsigned long long) n_bytes, device);
         return nullptr;
     }
+    char * base = (char *) GGML_PAD((uintptr_t) ggml_backend_buffer_get_base(buffer), page);
+    store->loader.add_buffers(dev, base + n_buffers * buffer_bytes, buffer_bytes, n_own);
     std::lock_guard<std::mutex> lock(store->mutex);
     store->staging.push_back(buffer);
-    return (char *) GGML_PAD((uintptr_t) ggml_backend_buffer_get_base(buffer), page);
+    return base;
 }
 
 static expert_arena * find_arena(expert_store * store, ggml_backend_dev_t dev) {
@@ -335,6 +341,11 @@ static bool read_ended(expert_store * store, int32_t layer, int32_t expert) {
     return true;
 }
 
+char * expert_store_host_slot(expert_store * store, int32_t slot) {
+    std::lock_guard<std::mutex> lock(store->mutex);
+    return slot >= 0 && (size_t) slot < store->slot_data.size() ? store->slot_data[slot] : nullptr;
+}
+
 bool expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) {
     ggml_backend_dev_t dev   = nullptr;
     char *             place = nullptr;
@@ -351,8 +362,7 @@ bool expert_store_write(expert_store * store, int32_t slot, uint64_t offset, con
     if (!copy || !copy(place, bytes, n_bytes)) {
         return false;
     }
-    std::lock_guard<std::mutex> lock(store->mutex);
-    store->tables.counters[EXPERT_H2D_BYTES] += (int64_t) n_bytes;
+    expert_count(&store->tables.counters[EXPERT_H2D_BYTES], (int64_t) n_bytes);
     return true;
 }
 
@@ -372,4 +382,30 @@ void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, cons
         store->op.failed = true;
         store->error     = why;
     }
+}
+
+// ---- reads of the provider
+
+void expert_store_stage(expert_store * store, const void * buffer, uint64_t n_bytes, int32_t slot) {
+    std::lock_guard<std::mutex> lock(store->mutex);
+    store->staged[(const char *) buffer] = {(const char *) buffer + n_bytes, slot};
+}
+
+int64_t expert_store_read(
+    expert_store * store, int fd, void * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, uint8_t * digest) {
+    expert_read  read   = {fd, (char *) dest, n_bytes, offset, n_parts, false, nullptr, nullptr};
+    const char * buffer = nullptr; // that dest lies in
+    int32_t      slot   = -1;
+    {
+        std::lock_guard<std::mutex> lock(store->mutex);
+        auto                        after = store->staged.upper_bound((const char *) dest);
+        if (after != store->staged.begin() && (const char *) dest < std::prev(after)->second.end) {
+            buffer = std::prev(after)->first;
+            slot   = std::prev(after)->second.slot;
+        }
+    }
+    if (buffer) {
+        read.arrived = [=](const char * bytes, uint64_t n) { return expert_store_write(store, slot, bytes - buffer, bytes, n); };
+    }
+    return store->readers.wait(std::move(read), digest);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "expert_hooks.h"
+#include "expert_load.h"
 #include "expert_provider.h"
 #include "expert_read.h"
 #include "expert_trace.h"
@@ -91,9 +92,11 @@ struct expert_store {
     std::unique_ptr<expert_trace>              trace;          // NULL: nobody wants one
     bool                                       broken = false; // bytes were handed out wrong: the next op fails
 
-    const int32_t *  slot_of(int32_t layer) const { return tables.slot_of + layers[layer].first_key; }
-    expert_read_pool readers;
     std::atomic<int> n_refs{1}; // buffers and the registration keep the store alive
+    expert_loader    loader{this};
+    expert_read_pool readers; // the last member: its threads use the others
+
+    const int32_t * slot_of(int32_t layer) const { return tables.slot_of + layers[layer].first_key; }
 
     ~expert_store();
 };
@@ -107,6 +110,8 @@ expert_store * expert_store_find(int fd);
 // provider is called.
 expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev);
 
+// The address of a slot in host memory; NULL if there is none of that number.
+char * expert_store_host_slot(expert_store * store, int32_t slot);
 // Copies bytes of a block to its slot where that is not host memory; done when it returns. False if the device failed.
 bool expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes);
 

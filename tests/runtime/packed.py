@@ -111,9 +111,12 @@ FAULTS: dict[str, Pread] = {
 
 @contextmanager
 def reads(llm: Llama, fault: Pread, *, after: int = 0, times: int | None = None) -> Iterator[list[int]]:
-    """Lets ``after`` reads pass, then breaks ``times`` of them, or all. Gives the offsets of the broken ones."""
-    reader = llm._provider._reader
-    usual, broken, seen = reader._pread, [], [0]
+    """Lets ``after`` reads pass, then breaks ``times`` of them, or all. Gives the offsets of the broken ones.
+
+    Native leaves all reads to the provider meanwhile.
+    """
+    reader, blocks = llm._provider._reader, llm._provider.blocks
+    usual, broken, seen, fds = reader._pread, [], [0], blocks["fd"].copy()
 
     def pread(fd: int, buffer: memoryview, offset: int) -> int:
         seen[0] += 1
@@ -123,10 +126,12 @@ def reads(llm: Llama, fault: Pread, *, after: int = 0, times: int | None = None)
         return fault(fd, buffer, offset)
 
     reader._pread = pread
+    blocks["fd"] = -1
     try:
         yield broken
     finally:
         reader._pread = usual
+        blocks["fd"] = fds
 
 
 def flip_byte(path: Path, offset: int) -> None:

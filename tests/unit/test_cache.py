@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pypack.budget import plan_pools
-from pypack.cache import FREE, LOADING, RESIDENT, ExpertCache
+from pypack.cache import ExpertCache
 from pypack.counters import Counter, Counters
 from pypack.errors import BudgetError
 from pypack.layout import Layer
@@ -29,7 +29,6 @@ def acquire(cache: ExpertCache, counters: Counters, layer: Layer, experts: list[
 
 
 def publish(cache: ExpertCache, slot: int) -> None:
-    cache.resident(slot)
     cache.slot_of[cache.key_of(slot)] = slot
 
 
@@ -73,12 +72,12 @@ class CacheMachine(RuleBasedStateMachine):
         kept = {described.first_key + expert for expert in experts}
         n_free = sum(slot not in slots_before for slot in pool)
         n_evictable = sum(slot in pool and key not in kept for slot, key in self.resident.items())
-        tables = [t.copy() for t in (self.cache.slot_of, self.cache.place, self.cache.owner, self.cache.state)]
+        tables = [t.copy() for t in (self.cache.slot_of, self.cache.place, self.cache.owner)]
 
         if len(missing) > n_free + n_evictable:
             with pytest.raises(BudgetError):
                 self.cache.fetch(layer, missing, experts)
-            after = (self.cache.slot_of, self.cache.place, self.cache.owner, self.cache.state)
+            after = (self.cache.slot_of, self.cache.place, self.cache.owner)
             assert all((a == b).all() for a, b in zip(tables, after, strict=True)), "all or nothing"
             return
 
@@ -106,9 +105,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(slot=st.integers(-1, 12))
     def end_of_no_read(self, slot: int) -> None:
         if slot not in self.loading:
-            for end in (self.cache.resident, self.cache.rollback):
-                with pytest.raises(ValueError, match="not being loaded"):
-                    end(slot)
+            with pytest.raises(ValueError, match="not being loaded"):
+                self.cache.rollback(slot)
 
     @precondition(lambda self: self.loading or self.resident)
     @rule(data=st.data())
@@ -123,8 +121,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.check() == []
         assert {int(s): int(k) for k, s in enumerate(self.cache.slot_of) if s >= 0} == self.resident
         assert {int(s): int(k) for k, s in enumerate(self.cache.place) if s >= 0} == self.resident | self.loading
-        expected = [LOADING if s in self.loading else RESIDENT if s in self.resident else FREE for s in range(12)]
-        assert self.cache.state.tolist() == expected
+        assert {s: int(k) for s, k in enumerate(self.cache.owner) if k >= 0} == self.resident | self.loading
         assert self.counters.snapshot().evictions == self.n_evicted
 
 
@@ -166,10 +163,9 @@ def test_the_policy_chooses_and_active_experts_stay() -> None:
     assert counters.snapshot().evictions == 2
 
 
-def test_a_slot_is_not_given_away_between_resident_and_its_publication() -> None:
+def test_a_slot_is_not_given_away_before_its_publication() -> None:
     cache, counters, layer = small_cache(n_slots=1)
     (slot,) = cache.fetch(0, acquire(cache, counters, layer, [0]), [0])
-    cache.resident(slot)
     with pytest.raises(BudgetError):
         cache.fetch(0, [1], [1])
     cache.slot_of[0] = slot
@@ -215,19 +211,15 @@ def break_publication(cache: ExpertCache) -> None:
     cache.slot_of[0] = 2
 
 
-def break_state(cache: ExpertCache) -> None:
-    cache.state[0] = FREE
-
-
-def publish_too_early(cache: ExpertCache) -> None:
-    cache.slot_of[1] = cache.place[1]
+def break_place(cache: ExpertCache) -> None:
+    cache.place[1] = -1
 
 
 def free_twice(cache: ExpertCache) -> None:
     cache._free[0].append(cache._free[0][0])
 
 
-@pytest.mark.parametrize("damage", [break_owner, break_publication, break_state, publish_too_early, free_twice])
+@pytest.mark.parametrize("damage", [break_owner, break_publication, break_place, free_twice])
 def test_check_finds_damage(damage: Callable[[ExpertCache], None]) -> None:
     cache, _, _ = small_cache()
     for slot in cache.fetch(0, [0], [0]):
@@ -250,7 +242,7 @@ def test_reads_that_end_in_other_threads() -> None:
     for step in range(400):
         if len(threads) == 3:  # at most 3 x 3 slots are loading, so 3 more always fit
             threads.pop(0).join()
-        in_flight = set(cache.owner[cache.state == LOADING].tolist())
+        in_flight = set(np.flatnonzero(cache.place != cache.slot_of).tolist())
         experts = [int(e) for e in rng.choice(40, 3, replace=False) if int(e) not in in_flight]
         missing = [e for e in acquire(cache, counters, layer, experts) if cache.place[e] < 0]
         slots = cache.fetch(0, missing, missing)
@@ -260,4 +252,4 @@ def test_reads_that_end_in_other_threads() -> None:
     for thread in threads:
         thread.join()
     assert cache.check() == []
-    assert not (cache.state == LOADING).any()
+    assert (cache.place == cache.slot_of).all()

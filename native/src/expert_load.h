@@ -1,0 +1,55 @@
+// Bringing fetched experts into their slots without the provider. Internal to native/src.
+#pragma once
+
+#include "ggml-backend.h"
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+struct expert_store;
+
+// One expert on its way.
+struct expert_load {
+    int32_t layer;
+    int32_t expert;
+    int32_t slot;
+    bool    started;
+    char *  buffer; // staging memory that it is read into; NULL: the slot itself
+};
+
+// Takes its own lock only; the store's must not be held.
+class expert_loader {
+public:
+    using load = std::shared_ptr<expert_load>;
+
+    explicit expert_loader(expert_store * store) : store(store) {}
+
+    // Staging memory for a device's slots.
+    void add_buffers(ggml_backend_dev_t dev, char * base, uint64_t buffer_bytes, int32_t n);
+
+    // These experts will get slots. Reads into staging memory start now: choosing the slots costs no time then.
+    std::vector<load> announce(int32_t layer, const std::vector<int32_t> & experts);
+    // They have slots: what has not started yet starts.
+    void place(const std::vector<load> & loads, const std::vector<int32_t> & slots);
+    // They get none.
+    void cancel(const std::vector<load> & loads);
+
+private:
+    bool    start(const load & load);
+    void    ask_provider(const load & load);
+    int32_t wait_for_slot(const load & load);
+    void    end(const load & load, int64_t result, const uint8_t * digest, bool hashed);
+    void    release(const load & load);
+
+    expert_store *                                    store;
+    std::mutex                                        mutex; // guards what follows, and the loads
+    std::condition_variable                           slot_known;
+    std::map<ggml_backend_dev_t, std::vector<char *>> buffers; // free ones
+    std::deque<load>                                  waiting; // placed, but too many are being read
+    int32_t                                           n_reading = 0;
+};

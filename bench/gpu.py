@@ -172,7 +172,7 @@ def raw_rates(pack: Pack, read_splits: int, stage_slots: int) -> dict[str, Any]:
 def missing(out: Path, model: Path, label: str, share: float, steps: int) -> None:
     pack = open_pack(convert(model).path)
     raw = raw_rates(pack, 8, 16)
-    for splits, slots, verify in ((4, 12, "first"), (8, 16, "first"), (8, 16, "off"), (16, 16, "off")):
+    for splits, slots, verify in ((8, 16, "first"), (16, 16, "first"), (32, 16, "first")):
         packed = {
             "expert_pack": True,
             "expert_cache": int(pack.payload_bytes * share),

@@ -22,6 +22,7 @@ llama_cpp = library.load()
 
 from bridge.provider import Provider  # noqa: E402
 
+NONE, LAYER = llama_cpp.LLAMA_SPLIT_MODE_NONE, llama_cpp.LLAMA_SPLIT_MODE_LAYER
 _KNOWN = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"self", "kwargs"}
 
 
@@ -98,6 +99,11 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         model_path = os.fspath(model_path)
         try:
             if expert_pack is not None and expert_pack is not False:
+                if llama_kwargs.get("split_mode", LAYER) not in (NONE, LAYER):
+                    raise UsageError(
+                        "an expert pack can't be used with a split_mode of rows or tensors: "
+                        "use LLAMA_SPLIT_MODE_LAYER, or no pack"
+                    )
                 pack = open_checked(model_path, expert_pack)
                 self._provider = Provider(
                     pack,

@@ -54,7 +54,7 @@ struct expert_op {
     uint64_t                  role_offset = 0;
     std::vector<int32_t>      todo;      // experts not yet handed to the threads
     std::vector<char>         in_flight; // [n_expert] a read of it is under way
-    int32_t                   n_in_flight  = 0;
+    std::atomic<int32_t>      n_in_flight{0};
     bool                      as_they_come = true; // hand out what is there; false: as many as fit, at once
     std::vector<const char *> data;                // [n_expert] experts of this pass
     bool                      failed = false;

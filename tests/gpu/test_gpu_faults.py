@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from bridge._provider import lib
 from llama_expert_pack import Llama
+from pypack.errors import BudgetError
 from pypack.pack import find_pack, open_pack
 from tests.compare import minimum_budget
 from tests.runtime.packed import Pread, decode_error, evaluate, flip_byte, loaded, reads, refused, variant
@@ -79,6 +81,9 @@ def test_a_copy_that_fails_fails_the_decode(model: tuple[Path, np.ndarray], monk
     path, expected = model
     with loaded(path, **options_for(path)) as llm:
         provider = llm._provider
+        assert provider is not None
+        fds = provider.blocks["fd"].copy()
+        provider.blocks["fd"] = -1  # native leaves all reads to the provider
 
         class NowhereToCopyTo:
             def __getattr__(self, name: str) -> object:
@@ -89,7 +94,8 @@ def test_a_copy_that_fails_fails_the_decode(model: tuple[Path, np.ndarray], monk
         monkeypatch.setattr("bridge.provider.lib", NowhereToCopyTo())
         text = decode_error(lambda: evaluate(llm, BATCHES[:1]))
         monkeypatch.undo()
-        assert provider is not None and "the copy to the device failed" in text
+        provider.blocks["fd"] = fds
+        assert "the copy to the device failed" in text
         assert np.array_equal(evaluate(llm, BATCHES), expected)
 
 
@@ -106,3 +112,48 @@ def test_a_slow_read_is_waited_for(n_before: int, model: tuple[Path, np.ndarray]
         with reads(llm, slow, times=1) as delayed:
             assert np.array_equal(evaluate(llm, BATCHES[n_before:]), expected)
         assert len(delayed) == 1
+
+
+def wrong_digest(blocks: np.ndarray) -> None:
+    blocks["digest"][:, 7] ^= 1
+
+
+def every_other_one_is_closed(blocks: np.ndarray) -> None:
+    blocks["fd"][::2] = 1 << 30
+    blocks["fd"][1::4] = -1
+
+
+@pytest.mark.parametrize("damage", [wrong_digest, every_other_one_is_closed])
+def test_what_native_reads_wrong_the_provider_reads_again(
+    damage: Callable[[np.ndarray], None], model: tuple[Path, np.ndarray]
+) -> None:
+    path, expected = model
+    with loaded(path, **options_for(path)) as llm:
+        assert llm._provider is not None
+        damage(llm._provider.blocks)
+        assert np.array_equal(evaluate(llm, BATCHES), expected)
+        stats = llm.expert_stats()
+        assert llm._provider.cache.check() == []
+    assert 0 < stats.io_errors == stats.io_retries and stats.failures == 0
+
+
+@pytest.mark.parametrize("n_before", [0, 1], ids=["in-prefill", "in-decode"])
+def test_slots_that_cannot_be_chosen_fail_the_decode(
+    n_before: int, model: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads have started by then: they must disturb nothing."""
+    path, expected = model
+
+    def full(*_: object) -> list[int]:
+        time.sleep(0.05)
+        raise BudgetError("no slots today")
+
+    with loaded(path, **options_for(path, expert_stage_slots=2)) as llm:
+        evaluate(llm, BATCHES[:n_before])
+        assert llm._provider is not None
+        monkeypatch.setattr(llm._provider.cache, "fetch", full)
+        for _ in range(5):
+            assert "no slots today" in decode_error(lambda: evaluate(llm, BATCHES[n_before : n_before + 1]))
+        monkeypatch.undo()
+        assert np.array_equal(evaluate(llm, BATCHES[n_before:]), expected)
+        assert llm.expert_stats().failures == 5

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bench.make_model import make_model
 from llama_expert_pack import ExpertPackError
+from pypack.convert import convert
 from pypack.direct_io import pread_into
 from pypack.errors import BudgetError
 from pypack.pack import find_pack, open_pack
@@ -68,6 +71,63 @@ def test_one_fault_is_retried_and_changes_nothing(fault: str, direct_io: bool, t
         assert (found == expected).all()
         n_errors = 0 if fault == "short-read" else 1  # a read that gives less is gone on with
         assert (stats.io_errors, stats.io_retries, stats.failures) == (n_errors, n_errors, 0)
+
+
+def wrong_digest(blocks: np.ndarray) -> None:
+    blocks["digest"][:, 7] ^= 1
+
+
+def closed_file(blocks: np.ndarray) -> None:
+    blocks["fd"] = 1 << 30
+
+
+def end_of_the_file(blocks: np.ndarray) -> None:
+    blocks["offset"] += 1 << 40
+
+
+def every_other_one(blocks: np.ndarray) -> None:
+    blocks["fd"][::2] = 1 << 30
+    blocks["fd"][1::4] = -1
+
+
+@pytest.mark.parametrize("budget", ["least", "all"])
+@pytest.mark.parametrize("damage", [wrong_digest, closed_file, end_of_the_file, every_other_one])
+def test_what_native_reads_wrong_the_provider_reads_again(
+    damage: Callable[[np.ndarray], None], budget: str, tmp_path: Path
+) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    options = {"expert_cache": least(path) if budget == "least" else "1GiB", "expert_verify": "every"}
+    with loaded(path, **options) as llm:
+        expected = evaluate(llm, BATCHES)
+        undisturbed = llm.expert_stats()
+    with loaded(path, **options) as llm:
+        damage(llm._provider.blocks)
+        found = evaluate(llm, BATCHES)
+        stats = llm.expert_stats()
+        assert llm._provider.cache.check() == []
+    assert (found == expected).all()
+    assert (stats.loads, stats.failures) == (undisturbed.loads, 0)
+    assert stats.io_errors == stats.io_retries
+    if damage is every_other_one:
+        assert 0 < stats.io_errors < stats.loads
+    else:
+        assert stats.io_errors == stats.loads
+
+
+@pytest.mark.parametrize("stage_slots", [1, 3])
+@pytest.mark.parametrize("read_splits", [1, 7])
+def test_few_reads_at_once_and_many_parts_change_nothing(stage_slots: int, read_splits: int, tmp_path: Path) -> None:
+    path = make_model(tmp_path / "m.gguf", "qwen3moe", n_layer=2, n_expert=8, n_embd=2048, n_ff_exp=1024, type="Q8_0")
+    convert(path)
+    with loaded(path, expert_cache="1GiB") as llm:
+        expected = evaluate(llm, BATCHES)
+    options = {"expert_stage_slots": stage_slots, "expert_read_splits": read_splits, "expert_verify": "every"}
+    with loaded(path, expert_cache=least(path), **options) as llm:
+        found = evaluate(llm, BATCHES)
+        stats = llm.expert_stats()
+    assert (found == expected).all()
+    assert stats.evictions > 0 and stats.io_errors == 0
+    assert stats.read_bytes == stats.loads * open_pack(find_pack(path)).layers[0].block_bytes
 
 
 @pytest.mark.parametrize("fault", FAULTS)

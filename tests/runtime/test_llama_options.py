@@ -135,6 +135,8 @@ def test_a_budget_below_the_working_set_names_the_least(name: str, tmp_path: Pat
         ({"expert_read_splits": 0}, UsageError, "read_splits must be a whole number of at least 1, not 0"),
         ({"expert_stage_slots": 2.5}, UsageError, "stage_slots"),
         ({"expert_verify": "always"}, UsageError, "verify must be one of first, off, every, not 'always'"),
+        ({"split_mode": 2}, UsageError, "can't be used with a split_mode of rows"),
+        ({"split_mode": 3}, UsageError, "can't be used with a split_mode of rows"),
         ({"expert_policy": "random"}, UsageError, "random"),
         ({"expert_stats_path": "/nowhere/stats.json"}, UsageError, "/nowhere/stats.json"),
         ({"expert_stats_path": "stats", "expert_stats_interval": 0}, UsageError, "interval"),

@@ -1,0 +1,44 @@
+"""Layers spread over two GPUs: each has a cache of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench.gpu_identity import compare
+from pypack.pack import find_pack, open_pack
+from tests.compare import differences, minimum_budget
+from tests.runtime.packed import evaluate, loaded, variant
+
+
+def n_gpus() -> int:
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.count("GPU ")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return listed if visible is None else len(visible.split(","))
+
+
+@pytest.fixture(autouse=True)
+def two_gpus() -> None:
+    if n_gpus() < 2:
+        pytest.skip("there is one GPU")
+
+
+def test_each_gpu_has_a_cache_for_its_layers(tmp_path: Path) -> None:
+    path = variant("many-experts", tmp_path)
+    least = minimum_budget(open_pack(find_pack(path)))
+    with loaded(path, n_gpu_layers=-1, expert_cache=least) as llm:
+        evaluate(llm, [40, 7, *[1] * 8])
+        assert llm._provider is not None
+        assert sorted(llm._provider.arena_bytes) == ["CUDA0", "CUDA1"]
+        assert llm.expert_stats().evictions > 0
+        assert llm._provider.cache.check() == []
+
+
+@pytest.mark.parametrize("name", ["type-MXFP4", "type-Q4_K", "many-experts", "expert-biases", "mixed-between-layers"])
+def test_logits_and_greedy_tokens_are_those_of_stock_on_both(name: str, tmp_path: Path) -> None:
+    for case, stock, ours in compare({name: variant(name, tmp_path)}, tmp_path / "logits"):
+        assert differences(stock, ours) == "", case
+        assert ours.stats["loads"] > 0 and ours.found["greedy"] == stock.found["greedy"]

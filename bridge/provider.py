@@ -5,7 +5,6 @@ native misses --fetch--> cache takes slots --> native reads the blocks --read, i
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ from bridge.library import build_info
 from pypack.budget import cache_budget, parse_size, plan_pools
 from pypack.cache import ExpertCache
 from pypack.counters import Counter, Counters, ExpertStats
+from pypack.direct_io import aligned_buffer
 from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
 from pypack.host_memory import host_memory_free
 from pypack.policy import make_policy
@@ -35,9 +35,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _CHECKS: dict[Verify, int] = {"off": 0, "first": 1, "every": 2}  # expert_block.check
-_STAGE_SLOTS = 2  # for our own reads
+_OWN_READS = 2  # at the same time: there are few, and a GPU needs a buffer for each
 
 _BLOCK = np.dtype([("offset", "<i8"), ("fd", "<i4"), ("check", "<i4"), ("digest", "u1", (16,))])  # expert_block
+
+
+assert _BLOCK.itemsize == ffi.sizeof("expert_block")
+assert all(_BLOCK.fields[name][1] == ffi.offsetof("expert_block", name) for name in _BLOCK.names)
 
 
 class Provider:
@@ -68,7 +72,7 @@ class Provider:
         self._top_k = top_k
         self._budget = cache
         self._reserve_bytes = parse_size(reserve, host_memory_free())
-        self._stage_slots = stage_slots
+        self._stage_slots = check_count("stage_slots", stage_slots, 1)
         self._slots: list[memoryview | StagingPool] = []  # [n_slots] host memory, or how to get there
         self._error: ExpertPackError | None = None
         self.arena_bytes: dict[str, int] = {}  # by device
@@ -79,11 +83,10 @@ class Provider:
         self._reader = Reader(
             pack,
             direct_io=direct_io,
-            read_splits=1,  # native splits
-            stage_slots=stage_slots,
-            verify=verify,
+            read_splits=self._n_parts,
+            stage_slots=_OWN_READS,
+            verify="off" if verify == "off" else "every",  # native, which reads first, knows what was right once
             counters=self.counters,
-            pread=self._pread,
         )
         self.blocks = _describe_blocks(pack, self._reader.fds, _CHECKS[verify])
         self._is_direct = direct_io
@@ -138,7 +141,7 @@ class Provider:
         self._store = ffi.NULL
         _switch_often(False)
 
-    # ---- callbacks: on the thread that computes, in any thread state; see _guarded
+    # ---- callbacks: on any thread
 
     def open_arena(self, device: str, free_bytes: int, layers: Sequence[int]) -> None:
         described = [self._pack.layers[index] for index in layers]
@@ -154,7 +157,7 @@ class Provider:
             reserve_bytes=self._reserve_bytes,
         )
         offsets = plan.offsets()
-        host = ffi.new("void **")
+        host, pinned = ffi.new("void **"), ffi.new("int *")
         if not lib.expert_store_add_arena(
             self._store,
             device.encode(),
@@ -163,33 +166,23 @@ class Provider:
             plan.n_slots,
             ffi.from_buffer("uint64_t[]", offsets),
             host,
+            pinned,
         ):
             raise BudgetError(_last_error())
         if host[0] == ffi.NULL:
-            self._slots += [self._staging_pool(device)] * plan.n_slots
+            self._slots += [self._staging_pool()] * plan.n_slots
         else:
             arena = memoryview(ffi.buffer(host[0], plan.arena_bytes))
             sizes = [pool.block_bytes for pool in plan.pools for _ in range(pool.n_slots)]
             self._slots += [arena[o : o + n] for o, n in zip(offsets.tolist(), sizes, strict=True)]
+        if not pinned[0]:
+            _log.warning("the memory that reads for %s land in is not page-locked: copies will be slower", device)
         self.cache.add_arena(plan)
         self.arena_bytes[device] = plan.arena_bytes
 
-    def _staging_pool(self, device: str) -> StagingPool:
+    def _staging_pool(self) -> StagingPool:
         block_bytes = max(layer.block_bytes for layer in self._pack.layers)
-        pinned = ffi.new("int *")
-        n_bytes = block_bytes * _STAGE_SLOTS
-        start = lib.expert_store_alloc_staging(self._store, device.encode(), block_bytes, _STAGE_SLOTS, pinned)
-        if start == ffi.NULL:
-            raise BudgetError(_last_error())
-        if not pinned[0]:
-            _log.warning(
-                "the %d bytes of staging memory for %s are not page-locked: copies will be slower",
-                block_bytes * (_STAGE_SLOTS + self._stage_slots),
-                device,
-            )
-        memory = memoryview(ffi.buffer(start, n_bytes))
-        buffers = [memory[i * block_bytes : (i + 1) * block_bytes] for i in range(_STAGE_SLOTS)]
-        return StagingPool(self._reader, self._pack.layers, buffers)
+        return StagingPool(self._reader, self._pack.layers, [aligned_buffer(block_bytes) for _ in range(_OWN_READS)])
 
     def fetch(self, layer: int, missing: list[int], active: list[int]) -> list[int]:
         return self.cache.fetch(layer, missing, active)
@@ -201,8 +194,9 @@ class Provider:
     def read(self, layer: int, expert: int, slot: int) -> None:
         """Start a read that native can't do, or that failed there; whatever happens, native hears of it."""
 
-        def aim(buffer: memoryview) -> None:
-            lib.expert_store_stage(self._store, ffi.from_buffer(buffer), len(buffer), slot)
+        def deliver(block: memoryview) -> None:
+            if not lib.expert_store_fill(self._store, slot, ffi.from_buffer(block), len(block)):
+                raise ReadError(f"expert {expert} of layer {layer} could not be copied to the device")
 
         def done(error: Exception | None) -> None:
             try:
@@ -215,22 +209,14 @@ class Provider:
                 error = cause
             lib.expert_store_fail(self._store, layer, expert, str(error).encode())
 
-        place = self._slots[slot]
         try:
+            place = self._slots[slot]
             if isinstance(place, StagingPool):
-                place.submit(layer, expert, aim, done)
+                place.submit(layer, expert, deliver, done)
             else:
                 self._reader.submit(layer, expert, place, done)
         except Exception as error:
             done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
-
-    def _pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        n: int = lib.expert_store_read(
-            self._store, fd, ffi.from_buffer(buffer), len(buffer), offset, self._n_parts, ffi.NULL
-        )
-        if n < 0:
-            raise OSError(-n, "the copy to the device failed" if -n == errno.EREMOTEIO else os.strerror(-n))
-        return n
 
     def _start_trace(self, path: str, policy: str) -> None:
         header = encode_header(self._pack.layers, self._top_k, policy)
@@ -332,11 +318,10 @@ def expert_pack_fetch(
     return 1
 
 
-@ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
-def expert_pack_read(user: Any, layer: int, expert: int, slot: int) -> int:
+@ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
+def expert_pack_read(user: Any, layer: int, expert: int, slot: int) -> None:
     provider: Provider = ffi.from_handle(user)
     provider.read(layer, expert, slot)
-    return 1
 
 
 def _unexpected(error: Exception) -> NativeError:

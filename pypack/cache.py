@@ -146,7 +146,7 @@ class ExpertCache:
         gone = keys[chosen]
         self.slot_of[gone] = _NONE
         self.place[gone] = _NONE
-        self._counters.add(Counter.EVICTIONS, n)
+        self._counters.array[Counter.EVICTIONS] += n  # under the lock, its only writer
         victims: list[int] = slots[chosen].tolist()
         return victims
 

@@ -1,9 +1,6 @@
 """Reads for memory that the host cannot write to: into one of a few staging buffers, from there to where it belongs.
 
-    submit --(a buffer is free, else wait in line)--> aim(buffer) --> reader fills it --> on_done
-
-The buffers are the direct read's destination and the device copy's source, so no byte is copied on the host. The
-reader's ``pread`` copies on: the first parts are on the device while the last ones are still being read.
+submit --(a buffer is free, else wait in line)--> reader fills it --> deliver(block) --> on_done
 """
 
 from __future__ import annotations
@@ -19,16 +16,16 @@ if TYPE_CHECKING:
     from pypack.layout import Layer
     from pypack.reader import OnDone, Reader
 
-__all__ = ["Aim", "StagingPool"]
+__all__ = ["Deliver", "StagingPool"]
 
-Aim = Callable[[memoryview], None]
-"""Says where the bytes that are read into a buffer belong, before the read starts."""
+Deliver = Callable[[memoryview], None]
+"""Copies a block to where it belongs, and returns when it is there; raises :class:`ReadError` if that fails."""
 
 
 class _Request(NamedTuple):
     layer: int
     expert: int
-    aim: Aim
+    deliver: Deliver
     on_done: OnDone
 
 
@@ -42,12 +39,12 @@ class StagingPool:
         self._free = list(buffers)
         self._waiting: deque[_Request] = deque()
 
-    def submit(self, layer: int, expert: int, aim: Aim, on_done: OnDone) -> None:
-        """Start to read an expert and return; ``aim``, then ``on_done``, are called, the latter from a reader thread.
+    def submit(self, layer: int, expert: int, deliver: Deliver, on_done: OnDone) -> None:
+        """Start to read an expert and return; ``deliver``, then ``on_done``, are called from a reader thread.
 
         ``on_done(error or None)`` is called exactly once; only if it gets None are the right bytes in place.
         """
-        request = _Request(layer, expert, aim, on_done)
+        request = _Request(layer, expert, deliver, on_done)
         with self._lock:
             if not self._free:
                 self._waiting.append(request)
@@ -60,12 +57,16 @@ class StagingPool:
 
         def done(error: ReadError | None) -> None:
             try:
+                if error is None:
+                    request.deliver(block)
+            except ReadError as cause:
+                error = cause
+            try:
                 request.on_done(error)
             finally:
                 self._next(buffer)
 
         try:
-            request.aim(block)
             self._reader.submit(request.layer, request.expert, block, done)
         except Exception as cause:
             done(ReadError(f"the read of expert {request.expert} of layer {request.layer} could not start: {cause}"))

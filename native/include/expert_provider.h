@@ -78,14 +78,14 @@ typedef struct expert_tables {
     int64_t *      counters;    // [EXPERT_COUNTERS]
     int32_t *      layer_slots; // [n_layers] slots that the layer may use. Provider writes in open_arena
     expert_block * blocks;      // [n_keys]
-    int32_t        n_reads;     // blocks that native reads at the same time, at most
-    int32_t        n_parts;     // that it cuts each of them into, at most
+    int32_t        n_reads;     // blocks that native reads at the same time, 1 at least
+    int32_t        n_parts;     // that it cuts each of them into at most, 1 at least
     int32_t        is_direct;   // the files are open for direct I/O
 } expert_tables;
 
 typedef struct expert_store expert_store;
 
-// Every callback returns 1 on success, 0 on failure.
+// Callbacks return 1 on success, 0 on failure.
 typedef struct expert_provider {
     uint32_t abi_version; // EXPERT_ABI_VERSION
     uint32_t struct_size; // sizeof(expert_provider)
@@ -98,8 +98,8 @@ typedef struct expert_provider {
     // active[].
     int (*fetch)(void * user, int32_t layer, const int32_t * missing, int32_t n_missing, const int32_t * active, int32_t n_active,
         int32_t * slots);
-    // Start to read a fetched expert into its slot, and return. From any thread.
-    int (*read)(void * user, int32_t layer, int32_t expert, int32_t slot);
+    // Start to read a fetched expert into its slot, and return. From any thread. Ends in commit or fail, in any case.
+    void (*read)(void * user, int32_t layer, int32_t expert, int32_t slot);
 } expert_provider;
 
 // Registers a provider for the model whose first GGUF file is model_path (compared by device and inode).
@@ -110,15 +110,11 @@ expert_store * expert_store_create(const char * model_path, const expert_layer *
 void expert_store_free(expert_store * store);
 
 // Gives `device` n_slots slots; slot first_slot + i lies offsets[i] bytes into the arena of n_bytes.
-// It starts zeroed; in host memory it is page-aligned and *host gets its address, else *host is NULL.
+// It starts zeroed; in host memory it is page-aligned and *host gets its address, else *host is NULL. Reads for a device
+// land in expert_tables.n_reads buffers first, which *pinned says are page-locked: pageable ones are slower to copy from.
 // 1 on success; else 0 and expert_last_error().
 int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes, int32_t first_slot, int32_t n_slots,
-    const uint64_t * offsets, void ** host);
-// Memory that reads for a device land in before they are copied there: page-aligned, page-locked where the device's
-// driver allows it (*pinned). n_buffers of buffer_bytes each are the provider's; expert_tables.n_reads more are native's
-// own. Lives as long as the store. NULL and expert_last_error() on failure.
-void * expert_store_alloc_staging(
-    expert_store * store, const char * device, uint64_t buffer_bytes, int32_t n_buffers, int * pinned);
+    const uint64_t * offsets, void ** host, int * pinned);
 // The model is loaded: from now on no other one of the same file takes weights from this store.
 void expert_store_loaded(expert_store * store);
 // Opens the arenas of every device that has claimed weights, so that a wrong budget is known before the first
@@ -133,14 +129,8 @@ int32_t expert_store_n_claimed(const expert_store * store);
 // is logged once, ends the trace and disturbs no decode.
 int expert_store_trace(expert_store * store, const char * path);
 
-// What is read into these bytes of staging memory from now on belongs into a slot.
-void expert_store_stage(expert_store * store, const void * buffer, uint64_t n_bytes, int32_t slot);
-// Reads n_bytes of an open file at offset into a slot or staging memory, in n_parts parts at most at the same time; from
-// staging memory each part is copied on to its slot as it arrives. Returns when all that has ended: how many bytes are
-// there before the first gap (fewer than asked for at the end of the file), or -errno; -EREMOTEIO: the copy failed.
-// digest: NULL, or room for the xxh3_128 of the bytes, big-endian; valid if all of them are there.
-int64_t expert_store_read(
-    expert_store * store, int fd, void * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, uint8_t * digest);
+// Copies a block to a slot that is not host memory. Done when it returns 1; 0: the device failed.
+int expert_store_fill(expert_store * store, int32_t slot, const void * bytes, uint64_t n_bytes);
 // A read() has ended: the slot holds the expert's bytes, or it could not be filled (why: one sentence, copied).
 // The provider's own books must be right before the call: it may wake a computation that fetches at once.
 void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot);

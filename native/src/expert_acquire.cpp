@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 
 static std::atomic<bool> interrupted{false};
 
@@ -62,12 +63,13 @@ static bool fetch(expert_store * store, std::unique_lock<std::mutex> & lock) {
     }
     op.n_in_flight += (int32_t) missing.size();
     std::vector<int32_t> slots(missing.size(), -1);
-    store->tables.counters[EXPERT_PROVIDER_CALLS]++;
+    expert_count(&store->tables.counters[EXPERT_PROVIDER_CALLS], 1);
     const auto start = std::chrono::steady_clock::now();
     lock.unlock();
     const std::vector<expert_loader::load> loads = store->loader.announce(op.layer, missing);
-    const bool ok = store->provider.fetch(store->provider.user, op.layer, missing.data(), (int32_t) missing.size(), active.data(),
-                        (int32_t) active.size(), slots.data()) != 0;
+    bool ok = store->provider.fetch(store->provider.user, op.layer, missing.data(), (int32_t) missing.size(), active.data(),
+                  (int32_t) active.size(), slots.data()) != 0;
+    ok      = ok && *std::min_element(slots.begin(), slots.end()) >= 0;
     lock.lock();
     if (ok && store->trace) {                                                     // before a read can fail
         std::rotate(active.begin(), active.end() - missing.size(), active.end()); // the missing ones first
@@ -92,6 +94,7 @@ static void poll_for_reads(expert_store * store, std::unique_lock<std::mutex> & 
     const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(2);
     lock.unlock();
     while (store->op.n_in_flight > 0 && std::chrono::steady_clock::now() < until) {
+        std::this_thread::yield();
     }
     lock.lock();
 }
@@ -101,7 +104,7 @@ static void wait_for_reads(expert_store * store, std::unique_lock<std::mutex> & 
     if (!store->op.as_they_come) {
         poll_for_reads(store, lock);
     }
-    const int32_t n     = store->op.n_in_flight;
+    const int32_t n = store->op.n_in_flight;
     store->changed.wait(lock, [&] { return store->op.n_in_flight == 0 || (!all && store->op.n_in_flight < n); });
     count_wait(store, start);
 }

@@ -9,6 +9,7 @@
 
 #include "expert_store.h"
 
+#include <algorithm>
 #include <cstring>
 
 static const int32_t UNKNOWN   = -1;
@@ -54,20 +55,19 @@ void expert_loader::place(const std::vector<load> & loads, const std::vector<int
             }
         }
     }
-    slot_known.notify_all();
+    changed.notify_all();
     for (const load & load : to_ask) {
         ask_provider(load);
     }
 }
 
 void expert_loader::cancel(const std::vector<load> & loads) {
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        for (const load & load : loads) {
-            load->slot = CANCELLED;
-        }
+    std::unique_lock<std::mutex> lock(mutex);
+    for (const load & load : loads) {
+        load->slot = CANCELLED;
     }
-    slot_known.notify_all();
+    changed.notify_all();
+    changed.wait(lock, [&] { return std::none_of(loads.begin(), loads.end(), [](const load & l) { return l->started; }); });
 }
 
 // Under the lock. False if only the provider can read it.
@@ -105,25 +105,22 @@ bool expert_loader::start(const load & load) {
 
 int32_t expert_loader::wait_for_slot(const load & load) {
     std::unique_lock<std::mutex> lock(mutex);
-    slot_known.wait(lock, [&] { return load->slot != UNKNOWN; });
+    changed.wait(lock, [&] { return load->slot != UNKNOWN; });
     return load->slot;
 }
 
 void expert_loader::end(const load & load, int64_t result, const uint8_t * digest, bool hashed) {
-    const int32_t   slot     = wait_for_slot(load);
-    expert_block &  block    = store->tables.blocks[key_of(store, *load)];
-    int64_t * const counters = store->tables.counters;
-    bool            ok       = result == (int64_t) store->layers[load->layer].block_bytes;
+    const int32_t        slot     = wait_for_slot(load);
+    const expert_block & block    = store->tables.blocks[key_of(store, *load)];
+    int64_t * const      counters = store->tables.counters;
+    bool                 ok       = result == (int64_t) store->layers[load->layer].block_bytes;
     if (ok && hashed) {
         ok = memcmp(digest, block.digest, sizeof(block.digest)) == 0;
-        if (ok && block.check == 1) {
-            block.check = 0;
-        }
     }
     if (result > 0) {
         expert_count(&counters[EXPERT_READ_BYTES], result);
     }
-    release(load);
+    release(load, ok);
     if (slot == CANCELLED) {
         return;
     }
@@ -140,8 +137,14 @@ void expert_loader::end(const load & load, int64_t result, const uint8_t * diges
 }
 
 // Its buffer is free: what waits for one may start.
-void expert_loader::release(const load & load) {
+void expert_loader::release(const load & load, bool was_right) {
     std::unique_lock<std::mutex> lock(mutex);
+    expert_block &               block = store->tables.blocks[key_of(store, *load)];
+    if (was_right && block.check == 1) {
+        block.check = 0;
+    }
+    load->started = false;
+    changed.notify_all();
     n_reading--;
     if (load->buffer) {
         buffers[store->layer_dev[load->layer]].push_back(load->buffer);
@@ -158,7 +161,6 @@ void expert_loader::release(const load & load) {
 }
 
 void expert_loader::ask_provider(const load & load) {
-    if (!store->provider.read(store->provider.user, load->layer, load->expert, load->slot)) {
-        expert_store_fail(store, load->layer, load->expert, "the expert provider failed to start a read; see its log");
-    }
+    expert_count(&store->tables.counters[EXPERT_PROVIDER_CALLS], 1);
+    store->provider.read(store->provider.user, load->layer, load->expert, load->slot);
 }

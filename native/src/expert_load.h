@@ -36,7 +36,7 @@ public:
     std::vector<load> announce(int32_t layer, const std::vector<int32_t> & experts);
     // They have slots: what has not started yet starts.
     void place(const std::vector<load> & loads, const std::vector<int32_t> & slots);
-    // They get none.
+    // They get none. Returns when no read of them is under way.
     void cancel(const std::vector<load> & loads);
 
 private:
@@ -44,11 +44,11 @@ private:
     void    ask_provider(const load & load);
     int32_t wait_for_slot(const load & load);
     void    end(const load & load, int64_t result, const uint8_t * digest, bool hashed);
-    void    release(const load & load);
+    void    release(const load & load, bool was_right);
 
     expert_store *                                    store;
     std::mutex                                        mutex; // guards what follows, and the loads
-    std::condition_variable                           slot_known;
+    std::condition_variable                           changed;
     std::map<ggml_backend_dev_t, std::vector<char *>> buffers; // free ones
     std::deque<load>                                  waiting; // placed, but too many are being read
     int32_t                                           n_reading = 0;

@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <system_error>
 
 static const uint64_t ALIGNMENT      = 4096;
@@ -107,7 +106,7 @@ struct expert_read_parts {
     }
 };
 
-expert_read_pool::~expert_read_pool() {
+void expert_read_pool::stop() {
     {
         std::lock_guard<std::mutex> lock(mutex);
         stopping = true;
@@ -116,6 +115,7 @@ expert_read_pool::~expert_read_pool() {
     for (std::thread & thread : threads) {
         thread.join();
     }
+    threads.clear();
 }
 
 bool expert_read_pool::start_threads() {
@@ -162,25 +162,4 @@ bool expert_read_pool::start(const expert_read & read) {
     }
     wanted.notify_all();
     return true;
-}
-
-int64_t expert_read_pool::wait(expert_read read, uint8_t * digest) {
-    std::mutex              mutex;
-    std::condition_variable ended;
-    int64_t                 result = RUNNING;
-    read.hashed                    = digest != nullptr;
-    read.ended                     = [&](int64_t found, const uint8_t * hash) {
-        std::lock_guard<std::mutex> lock(mutex);
-        if (digest) {
-            memcpy(digest, hash, sizeof(XXH128_canonical_t));
-        }
-        result = found;
-        ended.notify_all();
-    };
-    if (!start(read)) { // as one part, in this thread
-        expert_read_parts(read, std::max<uint64_t>(read.n_bytes, 1)).run(0);
-    }
-    std::unique_lock<std::mutex> lock(mutex);
-    ended.wait(lock, [&] { return result != RUNNING; });
-    return result;
 }

@@ -30,14 +30,14 @@ struct expert_read_parts;
 class expert_read_pool {
 public:
     expert_read_pool() = default;
-    ~expert_read_pool(); // after all reads have ended
+    ~expert_read_pool() { stop(); }
     expert_read_pool(const expert_read_pool &)             = delete;
     expert_read_pool & operator=(const expert_read_pool &) = delete;
 
     // False if the system has no thread to give: nothing is called then.
     bool start(const expert_read & read);
-    // Reads and waits. The result; digest: NULL, or room for the digest.
-    int64_t wait(expert_read read, uint8_t * digest);
+    // Returns when all reads have ended; none may start any more.
+    void stop();
 
 private:
     struct part {

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdarg>
 #include <cstdio>
@@ -37,6 +38,7 @@ expert_arena::~expert_arena() {
 }
 
 expert_store::~expert_store() {
+    readers.stop();
     arenas.clear();
     for (ggml_backend_buffer_t buffer : staging) {
         ggml_backend_buffer_free(buffer);
@@ -74,6 +76,10 @@ expert_store * expert_store_create(const char * model_path, const expert_layer *
         expert_set_last_error("the expert provider speaks ABI %u (%u bytes), the library ABI %d (%zu bytes): rebuild both "
                               "from one version",
             provider->abi_version, provider->struct_size, EXPERT_ABI_VERSION, sizeof(expert_provider));
+        return nullptr;
+    }
+    if (tables->n_reads < 1 || tables->n_parts < 1) {
+        expert_set_last_error("%d reads at the same time in %d parts: both must be 1 at least", tables->n_reads, tables->n_parts);
         return nullptr;
     }
     struct stat st;
@@ -219,13 +225,41 @@ static bool allocate_device(expert_arena & arena) {
     return true;
 }
 
+// Buffers for reads on their way to a device.
+static bool allocate_staging(expert_store * store, ggml_backend_dev_t dev, int * pinned) {
+    uint64_t buffer_bytes = 0;
+    for (const expert_layer & layer : store->layers) {
+        buffer_bytes = std::max(buffer_bytes, layer.block_bytes);
+    }
+    ggml_backend_buffer_type_t host_buft = ggml_backend_dev_host_buffer_type(dev);
+    const uint64_t             page      = 4096; // direct reads need whole pages; small pinned allocations may start anywhere
+    const uint64_t             n_bytes   = buffer_bytes * store->tables.n_reads + page;
+    ggml_backend_buffer_t      buffer    = host_buft ? ggml_backend_buft_alloc_buffer(host_buft, n_bytes) : nullptr;
+    // a backend that can't lock pages hands out an ordinary buffer of another type
+    *pinned = buffer && ggml_backend_buffer_get_type(buffer) == host_buft;
+    if (!buffer) {
+        expert_set_last_error("%llu bytes of staging memory for %s can't be allocated: lower expert_stage_slots",
+            (unsigned long long) n_bytes, ggml_backend_dev_name(dev));
+        return false;
+    }
+    char * base = (char *) GGML_PAD((uintptr_t) ggml_backend_buffer_get_base(buffer), page);
+    store->loader.add_buffers(dev, base, buffer_bytes, store->tables.n_reads);
+    std::lock_guard<std::mutex> lock(store->mutex);
+    store->staging.push_back(buffer);
+    return true;
+}
+
 int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes, int32_t first_slot, int32_t n_slots,
-    const uint64_t * offsets, void ** host) {
+    const uint64_t * offsets, void ** host, int * pinned) {
     *host       = nullptr;
+    *pinned     = 1;
     auto arena  = std::make_unique<expert_arena>();
     arena->size = n_bytes;
     arena->dev  = device_by_name(store, device);
     if (!arena->dev || !(is_host(arena->dev) ? allocate_host(*arena) : allocate_device(*arena))) {
+        return 0;
+    }
+    if (!is_host(arena->dev) && !allocate_staging(store, arena->dev, pinned)) {
         return 0;
     }
     std::lock_guard<std::mutex> lock(store->mutex);
@@ -241,31 +275,6 @@ int expert_store_add_arena(expert_store * store, const char * device, uint64_t n
     *host = is_host(arena->dev) ? arena->base : nullptr;
     store->arenas.push_back(std::move(arena));
     return 1;
-}
-
-void * expert_store_alloc_staging(
-    expert_store * store, const char * device, uint64_t buffer_bytes, int32_t n_buffers, int * pinned) {
-    ggml_backend_dev_t dev = device_by_name(store, device);
-    if (!dev) {
-        return nullptr;
-    }
-    ggml_backend_buffer_type_t host_buft = ggml_backend_dev_host_buffer_type(dev);
-    const uint64_t             page      = 4096; // direct reads need whole pages; small pinned allocations may start anywhere
-    const int32_t              n_own     = store->tables.n_reads;
-    const uint64_t             n_bytes   = buffer_bytes * (n_buffers + n_own) + page;
-    ggml_backend_buffer_t      buffer    = host_buft ? ggml_backend_buft_alloc_buffer(host_buft, n_bytes) : nullptr;
-    // a backend that can't lock pages hands out an ordinary buffer of another type
-    *pinned = buffer && ggml_backend_buffer_get_type(buffer) == host_buft;
-    if (!buffer) {
-        expert_set_last_error("%llu bytes of staging memory for %s can't be allocated: lower expert_stage_slots",
-            (unsigned long long) n_bytes, device);
-        return nullptr;
-    }
-    char * base = (char *) GGML_PAD((uintptr_t) ggml_backend_buffer_get_base(buffer), page);
-    store->loader.add_buffers(dev, base + n_buffers * buffer_bytes, buffer_bytes, n_own);
-    std::lock_guard<std::mutex> lock(store->mutex);
-    store->staging.push_back(buffer);
-    return base;
 }
 
 static expert_arena * find_arena(expert_store * store, ggml_backend_dev_t dev) {
@@ -306,7 +315,7 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
     size_t       free   = 0;
     size_t       total  = 0;
     ggml_backend_dev_memory(dev, &free, &total);
-    store->tables.counters[EXPERT_PROVIDER_CALLS]++;
+    expert_count(&store->tables.counters[EXPERT_PROVIDER_CALLS], 1);
     expert_set_last_error("the provider could not open the expert cache on %s", device);
     if (!store->provider.open_arena(store->provider.user, device, free, layers.data(), (int32_t) layers.size())) {
         return nullptr;
@@ -343,7 +352,8 @@ static bool read_ended(expert_store * store, int32_t layer, int32_t expert) {
 
 char * expert_store_host_slot(expert_store * store, int32_t slot) {
     std::lock_guard<std::mutex> lock(store->mutex);
-    return slot >= 0 && (size_t) slot < store->slot_data.size() ? store->slot_data[slot] : nullptr;
+    const bool                  there = slot >= 0 && (size_t) slot < store->slot_data.size();
+    return there && is_host(store->slot_arena[slot]->dev) ? store->slot_data[slot] : nullptr;
 }
 
 bool expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) {
@@ -366,6 +376,10 @@ bool expert_store_write(expert_store * store, int32_t slot, uint64_t offset, con
     return true;
 }
 
+int expert_store_fill(expert_store * store, int32_t slot, const void * bytes, uint64_t n_bytes) {
+    return expert_store_write(store, slot, 0, bytes, n_bytes);
+}
+
 void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot) {
     std::lock_guard<std::mutex> lock(store->mutex);
     store->tables.slot_of[store->layers[layer].first_key + expert] = slot;
@@ -382,30 +396,4 @@ void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, cons
         store->op.failed = true;
         store->error     = why;
     }
-}
-
-// ---- reads of the provider
-
-void expert_store_stage(expert_store * store, const void * buffer, uint64_t n_bytes, int32_t slot) {
-    std::lock_guard<std::mutex> lock(store->mutex);
-    store->staged[(const char *) buffer] = {(const char *) buffer + n_bytes, slot};
-}
-
-int64_t expert_store_read(
-    expert_store * store, int fd, void * dest, uint64_t n_bytes, int64_t offset, int32_t n_parts, uint8_t * digest) {
-    expert_read  read   = {fd, (char *) dest, n_bytes, offset, n_parts, false, nullptr, nullptr};
-    const char * buffer = nullptr; // that dest lies in
-    int32_t      slot   = -1;
-    {
-        std::lock_guard<std::mutex> lock(store->mutex);
-        auto                        after = store->staged.upper_bound((const char *) dest);
-        if (after != store->staged.begin() && (const char *) dest < std::prev(after)->second.end) {
-            buffer = std::prev(after)->first;
-            slot   = std::prev(after)->second.slot;
-        }
-    }
-    if (buffer) {
-        read.arrived = [=](const char * bytes, uint64_t n) { return expert_store_write(store, slot, bytes - buffer, bytes, n); };
-    }
-    return store->readers.wait(std::move(read), digest);
 }

@@ -13,7 +13,6 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -40,12 +39,6 @@ struct expert_arena {
     expert_arena(const expert_arena &)             = delete;
     expert_arena & operator=(const expert_arena &) = delete;
     ~expert_arena();
-};
-
-// Staging memory that a read for a device's slot goes through.
-struct expert_staged {
-    const char * end;
-    int32_t      slot;
 };
 
 // One MUL_MAT_ID in progress. A store runs one at a time: contexts of the same model take turns.
@@ -81,7 +74,6 @@ struct expert_store {
     std::condition_variable                    changed;
     std::vector<std::unique_ptr<expert_arena>> arenas;
     std::vector<ggml_backend_buffer_t>         staging;
-    std::map<const char *, expert_staged>      staged;       // by where its buffer starts
     std::vector<char *>                        slot_data;    // [slot] address in its arena
     std::vector<expert_arena *>                slot_arena;   // [slot]
     bool                                       busy = false; // an op holds the store

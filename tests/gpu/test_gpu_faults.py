@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from bridge._provider import lib
-from llama_expert_pack import Llama
+from pypack.direct_io import pread_into
 from pypack.errors import BudgetError
 from pypack.pack import find_pack, open_pack
 from tests.compare import minimum_budget
-from tests.runtime.packed import Pread, decode_error, evaluate, flip_byte, loaded, reads, refused, variant
+from tests.runtime.packed import decode_error, evaluate, flip_byte, loaded, reads, refused, variant
 
 BATCHES = [32, 1, 1, 7, 1]
 
@@ -26,10 +26,6 @@ def options_for(path: Path, **options: object) -> dict[str, object]:
         "expert_verify": "every",
         **options,
     }
-
-
-def usual(llm: Llama) -> Pread:
-    return llm._provider._pread  # type: ignore[no-any-return, union-attr]
 
 
 @pytest.fixture
@@ -87,15 +83,15 @@ def test_a_copy_that_fails_fails_the_decode(model: tuple[Path, np.ndarray], monk
 
         class NowhereToCopyTo:
             def __getattr__(self, name: str) -> object:
-                if name == "expert_store_stage":
-                    return lambda store, buffer, n, slot: lib.expert_store_stage(store, buffer, n, 1 << 30)
+                if name == "expert_store_fill":
+                    return lambda store, slot, block, n: lib.expert_store_fill(store, 1 << 30, block, n)
                 return getattr(lib, name)
 
         monkeypatch.setattr("bridge.provider.lib", NowhereToCopyTo())
         text = decode_error(lambda: evaluate(llm, BATCHES[:1]))
         monkeypatch.undo()
         provider.blocks["fd"] = fds
-        assert "the copy to the device failed" in text
+        assert "could not be copied to the device" in text
         assert np.array_equal(evaluate(llm, BATCHES), expected)
 
 
@@ -106,7 +102,7 @@ def test_a_slow_read_is_waited_for(n_before: int, model: tuple[Path, np.ndarray]
 
         def slow(fd: int, buffer: memoryview, offset: int) -> int:
             time.sleep(30 if n_before else 3)
-            return usual(llm)(fd, buffer, offset)
+            return pread_into(fd, buffer, offset)
 
         evaluate(llm, BATCHES[:n_before])
         with reads(llm, slow, times=1) as delayed:

@@ -10,38 +10,39 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 import bridge.provider
-from bridge.provider import Provider
 from bridge.server import main
+from pypack.direct_io import pread_into
 from pypack.pack import Pack
+from pypack.reader import Reader
 from tests.server.faults import waiting_file
 
 fault_file = Path(sys.argv.pop(1))
 
 
-whole_pread = Provider._pread
 describe_blocks = bridge.provider._describe_blocks
 
 
-def pread(provider: Provider, fd: int, buffer: memoryview, offset: int) -> int:
+def pread(fd: int, buffer: memoryview, offset: int) -> int:
     fault = fault_file.read_text().split() if fault_file.exists() else []
     if fault[:1] == ["fail"]:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     if fault[:1] == ["slow"]:
         waiting_file(fault_file).touch()
         time.sleep(float(fault[1]))
-    return whole_pread(provider, fd, buffer, offset)
+    return pread_into(fd, buffer, offset)
 
 
 def only_the_provider(pack: Pack, fds: Sequence[int], check: int) -> NDArray[np.void]:
     return describe_blocks(pack, [-1] * len(fds), check)
 
 
-Provider._pread = pread  # type: ignore[method-assign]
+bridge.provider.Reader = partial(Reader, pread=pread)  # type: ignore[assignment, misc]
 bridge.provider._describe_blocks = only_the_provider
 sys.exit(main())

@@ -169,17 +169,17 @@ def raw_rates(pack: Pack, read_splits: int, stage_slots: int) -> dict[str, Any]:
 @click.option("--label", default="disk", show_default=True)
 @click.option("--share", default=0.5, show_default=True, help="Share of the experts that fits.")
 @click.option("--steps", default=64, show_default=True)
-def missing(out: Path, model: Path, label: str, share: float, steps: int) -> None:
+@click.option("--splits", default="8,16,32", show_default=True, help="Parts of a block, one run each.")
+def missing(out: Path, model: Path, label: str, share: float, steps: int, splits: str) -> None:
     pack = open_pack(convert(model).path)
     raw = raw_rates(pack, 8, 16)
-    for splits, slots, verify in ((8, 16, "first"), (16, 16, "first"), (32, 16, "first")):
+    for n_splits in map(int, splits.split(",")):
         packed = {
             "expert_pack": True,
             "expert_cache": int(pack.payload_bytes * share),
             "expert_cache_reserve": 0,
-            "expert_read_splits": splits,
-            "expert_stage_slots": slots,
-            "expert_verify": verify,
+            "expert_read_splits": n_splits,
+            "expert_stage_slots": 16,
         }
         common = {
             "model": str(model),
@@ -192,8 +192,8 @@ def missing(out: Path, model: Path, label: str, share: float, steps: int) -> Non
         found = side({**common, "options": packed})
         stats = found.get("expert_stats", {})
         delivered = stats["read_bytes"] / stats["wait_s"] if stats.get("wait_s") else None
-        record = {"benchmark": "missing", "model": model.stem, "drive": label, "share": share, "read_splits": splits}
-        record |= {"stage_slots": slots, "verify": verify, "raw": raw, "delivered_bytes_per_s": delivered}
+        record = {"benchmark": "missing", "model": model.stem, "drive": label, "share": share, "read_splits": n_splits}
+        record |= {"stage_slots": 16, "verify": "first", "raw": raw, "delivered_bytes_per_s": delivered}
         for name in ("raw_bytes_per_s", "raw_copy_bytes_per_s"):
             record[f"delivered_over_{name.removesuffix('_bytes_per_s')}"] = delivered / raw[name] if delivered else None
         record["misses_per_load"] = stats["misses"] / stats["provider_calls"] if stats.get("provider_calls") else None

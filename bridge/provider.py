@@ -41,7 +41,7 @@ _BLOCK = np.dtype([("offset", "<i8"), ("fd", "<i4"), ("check", "<i4"), ("digest"
 
 
 assert _BLOCK.itemsize == ffi.sizeof("expert_block")
-assert all(_BLOCK.fields[name][1] == ffi.offsetof("expert_block", name) for name in _BLOCK.names)
+assert all(at == ffi.offsetof("expert_block", name) for name, (_, at, *_) in (_BLOCK.fields or {}).items())
 
 
 class Provider:

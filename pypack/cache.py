@@ -156,7 +156,8 @@ class ExpertCache:
         slots = np.arange(pool.first_slot, pool.first_slot + pool.n_slots)
         may_go = self.slot_of.take(self.owner[pool.first_slot : pool.first_slot + pool.n_slots]) == slots
         may_go[kept_slots - pool.first_slot] = False
-        return slots[may_go]
+        evictable: NDArray[np.intp] = slots[may_go]
+        return evictable
 
     def _pool_of_slot(self, slot: int) -> int:
         return next(i for i, p in enumerate(self._pools) if p.first_slot <= slot < p.first_slot + p.n_slots)

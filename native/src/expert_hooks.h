@@ -19,8 +19,8 @@ const expert_ref * expert_ref_of(const struct ggml_tensor * tensor);
 
 bool expert_buft_is(ggml_backend_buffer_type_t buft);
 
-// What a backend that takes experts from a store offers under this name: copies host memory to its device on the calling
-// thread, in a stream of its own; done when it returns. False on a device error.
+// What a backend that takes experts from a store offers under this name: starts a copy of host memory to its device, in a
+// stream of its own; with src NULL waits for all copies to dest's device that were started before. False on a device error.
 #define EXPERT_COPY_PROC "expert_pack_copy"
 typedef bool (*expert_copy_t)(void * dest, const void * src, size_t n_bytes);
 

@@ -117,6 +117,9 @@ void expert_loader::end(const load & load, int64_t result, const uint8_t * diges
     if (ok && hashed) {
         ok = memcmp(digest, block.digest, sizeof(block.digest)) == 0;
     }
+    if (load->buffer && slot != CANCELLED) {
+        ok = expert_store_written(store, slot) && ok; // in any case: the buffer is used again
+    }
     if (result > 0) {
         expert_count(&counters[EXPERT_READ_BYTES], result);
     }

@@ -356,7 +356,7 @@ char * expert_store_host_slot(expert_store * store, int32_t slot) {
     return there && is_host(store->slot_arena[slot]->dev) ? store->slot_data[slot] : nullptr;
 }
 
-bool expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) {
+static bool copy_to_slot(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) {
     ggml_backend_dev_t dev   = nullptr;
     char *             place = nullptr;
     {
@@ -369,15 +369,18 @@ bool expert_store_write(expert_store * store, int32_t slot, uint64_t offset, con
     }
     ggml_backend_reg_t reg  = ggml_backend_dev_backend_reg(dev);
     const auto         copy = (expert_copy_t) ggml_backend_reg_get_proc_address(reg, EXPERT_COPY_PROC);
-    if (!copy || !copy(place, bytes, n_bytes)) {
-        return false;
-    }
-    expert_count(&store->tables.counters[EXPERT_H2D_BYTES], (int64_t) n_bytes);
-    return true;
+    return copy && copy(place, bytes, n_bytes);
 }
 
+bool expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) {
+    expert_count(&store->tables.counters[EXPERT_H2D_BYTES], (int64_t) n_bytes);
+    return copy_to_slot(store, slot, offset, bytes, n_bytes);
+}
+
+bool expert_store_written(expert_store * store, int32_t slot) { return copy_to_slot(store, slot, 0, nullptr, 0); }
+
 int expert_store_fill(expert_store * store, int32_t slot, const void * bytes, uint64_t n_bytes) {
-    return expert_store_write(store, slot, 0, bytes, n_bytes);
+    return expert_store_write(store, slot, 0, bytes, n_bytes) && expert_store_written(store, slot);
 }
 
 void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot) {

@@ -104,8 +104,10 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
 
 // The address of a slot in host memory; NULL if there is none of that number.
 char * expert_store_host_slot(expert_store * store, int32_t slot);
-// Copies bytes of a block to its slot where that is not host memory; done when it returns. False if the device failed.
+// Starts to copy bytes of a block to its slot in a device's memory; they must stay until expert_store_written(), which
+// waits for all that was started. False if the device failed.
 bool expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes);
+bool expert_store_written(expert_store * store, int32_t slot);
 
 // ---- a whole layer in device memory: begin, then passes over its experts while op.todo is not empty, then give back
 

@@ -148,7 +148,7 @@ bool expert_trace_end(expert_trace & trace, const int64_t * counters) {
     const uint64_t numbers[] = {trace.n_bytes, (uint64_t) counters[EXPERT_ACQUIRES], (uint64_t) counters[EXPERT_HITS],
         (uint64_t) counters[EXPERT_MISSES], (uint64_t) counters[EXPERT_EVICTIONS], (uint64_t) counters[EXPERT_FAILURES]};
     trace.step               = 0;
-    put_head(trace, NO_LAYER, END, trace.crc, (sizeof(numbers)) / sizeof(uint16_t));
+    put_head(trace, NO_LAYER, END, trace.crc, (uint32_t) std::size(numbers) * (sizeof(uint64_t) / sizeof(uint16_t)));
     for (uint64_t number : numbers) {
         put(trace, number);
     }

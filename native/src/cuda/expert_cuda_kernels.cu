@@ -140,15 +140,31 @@ void expert_cuda_launch_keep_rows(
     CUDA_CHECK(cudaGetLastError());
 }
 
+// All copies to a device go through one stream: no thread waits for the copy of the part that it has read.
+static cudaError_t copy_stream(int device, cudaStream_t * stream) {
+    static std::mutex   mutex;
+    static cudaStream_t streams[GGML_CUDA_MAX_DEVICES] = {};
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!streams[device]) {
+        const cudaError_t error = cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking);
+        if (error != cudaSuccess) {
+            return error;
+        }
+    }
+    *stream = streams[device];
+    return cudaSuccess;
+}
+
 bool expert_cuda_copy(void * dest, const void * src, size_t n_bytes) {
+    cudaStream_t          stream = nullptr;
     cudaPointerAttributes place;
     cudaError_t           error = cudaPointerGetAttributes(&place, dest);
     if (error == cudaSuccess) {
         ggml_cuda_set_device(place.device);
-        error = cudaMemcpyAsync(dest, src, n_bytes, cudaMemcpyHostToDevice, cudaStreamPerThread);
+        error = copy_stream(place.device, &stream);
     }
     if (error == cudaSuccess) {
-        error = cudaStreamSynchronize(cudaStreamPerThread);
+        error = src ? cudaMemcpyAsync(dest, src, n_bytes, cudaMemcpyHostToDevice, stream) : cudaStreamSynchronize(stream);
     }
     if (error != cudaSuccess) {
         GGML_LOG_ERROR("%s: %s\n", __func__, cudaGetErrorString(error));

@@ -12,26 +12,29 @@
 #include <algorithm>
 #include <cstring>
 
-static const int32_t UNKNOWN   = -1;
+static const int32_t UNKNOWN   = expert_load::UNKNOWN;
 static const int32_t CANCELLED = -2;
 
 void expert_loader::add_buffers(ggml_backend_dev_t dev, char * base, uint64_t buffer_bytes, int32_t n) {
+    store->readers.poll_between_reads();
     std::lock_guard<std::mutex> lock(mutex);
     for (int32_t i = 0; i < n; i++) {
         buffers[dev].push_back(base + i * buffer_bytes);
     }
 }
 
-static int32_t key_of(const expert_store * store, const expert_load & load) {
-    return store->layers[load.layer].first_key + load.expert;
+static expert_block & block_of(const expert_store * store, const expert_load & load) {
+    return store->tables.blocks[store->layers[load.layer].first_key + load.expert];
 }
+
+static bool is_readable(const expert_store * store, const expert_load & load) { return block_of(store, load).fd >= 0; }
 
 std::vector<expert_loader::load> expert_loader::announce(int32_t layer, const std::vector<int32_t> & experts) {
     std::vector<load>           loads;
     std::lock_guard<std::mutex> lock(mutex);
     const bool                  staged = buffers.count(store->layer_dev[layer]) != 0;
     for (int32_t expert : experts) {
-        loads.push_back(std::make_shared<expert_load>(expert_load{layer, expert, UNKNOWN, false, nullptr}));
+        loads.push_back(std::make_shared<expert_load>(layer, expert));
         if (staged && n_reading < store->tables.n_reads) {
             start(loads.back());
         }
@@ -40,57 +43,79 @@ std::vector<expert_loader::load> expert_loader::announce(int32_t layer, const st
 }
 
 void expert_loader::place(const std::vector<load> & loads, const std::vector<int32_t> & slots) {
+    std::vector<load> to_finish;
     std::vector<load> to_ask;
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        std::unique_lock<std::mutex> lock(mutex);
         for (size_t i = 0; i < loads.size(); i++) {
-            loads[i]->slot = slots[i];
-            if (loads[i]->started) {
-                continue;
+            const load & load = loads[i];
+            while (!load->arrived.empty()) { // the slot is made known when nothing is left behind
+                const auto parts = std::move(load->arrived);
+                load->arrived.clear();
+                lock.unlock();
+                for (const auto & part : parts) {
+                    const bool ok = expert_store_write(store, slots[i], part.first - load->buffer, part.first, part.second);
+                    load->copied  = load->copied && ok;
+                }
+                lock.lock();
             }
-            if (store->tables.blocks[key_of(store, *loads[i])].fd >= 0 && n_reading >= store->tables.n_reads) {
-                waiting.push_back(loads[i]);
-            } else if (!start(loads[i])) {
-                to_ask.push_back(loads[i]);
+            load->slot = slots[i];
+            if (load->ended) {
+                to_finish.push_back(load);
+            } else if (!load->started && is_readable(store, *load) && n_reading >= store->tables.n_reads) {
+                waiting.push_back(load);
+            } else if (!load->started && !start(load)) {
+                to_ask.push_back(load);
             }
         }
     }
-    changed.notify_all();
     for (const load & load : to_ask) {
         ask_provider(load);
+    }
+    for (const load & load : to_finish) {
+        finish(load);
     }
 }
 
 void expert_loader::cancel(const std::vector<load> & loads) {
+    std::vector<load>            to_finish;
     std::unique_lock<std::mutex> lock(mutex);
     for (const load & load : loads) {
         load->slot = CANCELLED;
+        if (load->ended) {
+            to_finish.push_back(load);
+        }
     }
-    changed.notify_all();
-    changed.wait(lock, [&] { return std::none_of(loads.begin(), loads.end(), [](const load & l) { return l->started; }); });
+    lock.unlock();
+    for (const load & load : to_finish) {
+        finish(load);
+    }
+    lock.lock();
+    released.wait(lock, [&] { return std::none_of(loads.begin(), loads.end(), [](const load & l) { return l->started; }); });
 }
 
 // Under the lock. False if only the provider can read it.
 bool expert_loader::start(const load & load) {
-    const expert_block & block = store->tables.blocks[key_of(store, *load)];
+    const expert_block & block   = block_of(store, *load);
+    const uint64_t       n_bytes = store->layers[load->layer].block_bytes;
+    const bool           hashed  = block.check != 0;
     expert_read          read;
     read.fd         = block.fd;
-    read.n_bytes    = store->layers[load->layer].block_bytes;
+    read.n_bytes    = n_bytes;
     read.offset     = block.offset;
     read.n_parts    = store->tables.n_parts;
-    read.hashed     = block.check != 0;
+    read.hashed     = hashed;
     const auto free = buffers.find(store->layer_dev[load->layer]);
     if (free == buffers.end()) {
         read.dest = expert_store_host_slot(store, load->slot);
     } else {
         read.dest = load->buffer = free->second.back();
-        read.arrived             = [this, load](const char * bytes, uint64_t n) {
-            const int32_t slot = wait_for_slot(load);
-            return slot >= 0 && expert_store_write(store, slot, bytes - load->buffer, bytes, n);
-        };
+        read.arrived             = [this, load](const char * bytes, uint64_t n) { return pass_on(load, bytes, n); };
     }
-    read.ended = [this, load, hashed = read.hashed](
-                     int64_t result, const uint8_t * digest) { end(load, result, digest, hashed); };
+    read.ended = [this, load, &block, n_bytes, hashed](int64_t result, const uint8_t * digest) {
+        const bool whole = result == (int64_t) n_bytes;
+        end(load, result, whole && (!hashed || memcmp(digest, block.digest, sizeof(block.digest)) == 0));
+    };
     if (read.fd < 0 || !read.dest || !store->readers.start(read)) {
         load->buffer = nullptr;
         return false;
@@ -103,31 +128,44 @@ bool expert_loader::start(const load & load) {
     return true;
 }
 
-int32_t expert_loader::wait_for_slot(const load & load) {
-    std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [&] { return load->slot != UNKNOWN; });
-    return load->slot;
+// No reading thread waits for the slot: others' parts are to be read meanwhile.
+bool expert_loader::pass_on(const load & load, const char * bytes, uint64_t n_bytes) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (load->slot == UNKNOWN) {
+            load->arrived.emplace_back(bytes, n_bytes);
+            return true;
+        }
+    }
+    return load->slot >= 0 && expert_store_write(store, load->slot, bytes - load->buffer, bytes, n_bytes);
 }
 
-void expert_loader::end(const load & load, int64_t result, const uint8_t * digest, bool hashed) {
-    const int32_t        slot     = wait_for_slot(load);
-    const expert_block & block    = store->tables.blocks[key_of(store, *load)];
-    int64_t * const      counters = store->tables.counters;
-    bool                 ok       = result == (int64_t) store->layers[load->layer].block_bytes;
-    if (ok && hashed) {
-        ok = memcmp(digest, block.digest, sizeof(block.digest)) == 0;
+void expert_loader::end(const load & load, int64_t n_read, bool right) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        load->n_read = n_read;
+        load->right  = right;
+        load->ended  = true;
+        if (load->slot == UNKNOWN) {
+            return; // place() or cancel() will finish it
+        }
     }
-    if (load->buffer && slot != CANCELLED) {
-        ok = expert_store_written(store, slot) && ok; // in any case: the buffer is used again
+    finish(load);
+}
+
+void expert_loader::finish(const load & load) {
+    int64_t * const counters = store->tables.counters;
+    if (load->buffer && load->slot != CANCELLED) { // in any case: the buffer is used again
+        load->right = expert_store_written(store, load->slot) && load->copied && load->right;
     }
-    if (result > 0) {
-        expert_count(&counters[EXPERT_READ_BYTES], result);
+    if (load->n_read > 0) {
+        expert_count(&counters[EXPERT_READ_BYTES], load->n_read);
     }
-    release(load, ok);
-    if (slot == CANCELLED) {
+    release(load);
+    if (load->slot == CANCELLED) {
         return;
     }
-    if (!ok) {
+    if (!load->right) {
         expert_count(&counters[EXPERT_IO_ERRORS], 1);
         expert_count(&counters[EXPERT_IO_RETRIES], 1);
         ask_provider(load);
@@ -136,18 +174,18 @@ void expert_loader::end(const load & load, int64_t result, const uint8_t * diges
     if (!store->tables.is_direct) {
         expert_count(&counters[EXPERT_FALLBACKS], 1);
     }
-    expert_store_commit(store, load->layer, load->expert, slot);
+    expert_store_commit(store, load->layer, load->expert, load->slot);
 }
 
 // Its buffer is free: what waits for one may start.
-void expert_loader::release(const load & load, bool was_right) {
+void expert_loader::release(const load & load) {
     std::unique_lock<std::mutex> lock(mutex);
-    expert_block &               block = store->tables.blocks[key_of(store, *load)];
-    if (was_right && block.check == 1) {
+    expert_block &               block = block_of(store, *load);
+    if (load->right && block.check == 1) {
         block.check = 0;
     }
     load->started = false;
-    changed.notify_all();
+    released.notify_all();
     n_reading--;
     if (load->buffer) {
         buffers[store->layer_dev[load->layer]].push_back(load->buffer);

@@ -9,17 +9,29 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 struct expert_store;
 
 // One expert on its way.
 struct expert_load {
-    int32_t layer;
-    int32_t expert;
-    int32_t slot;
-    bool    started;
-    char *  buffer; // staging memory that it is read into; NULL: the slot itself
+    static const int32_t UNKNOWN = -1;
+
+    const int32_t layer;
+    const int32_t expert;
+    int32_t       slot    = UNKNOWN;
+    bool          started = false;
+    char *        buffer  = nullptr; // staging memory that it is read into; NULL: the slot itself
+
+    // until the slot is known:
+    std::vector<std::pair<const char *, uint64_t>> arrived;        // parts that can't be copied on yet
+    bool                                           ended  = false; // with this result:
+    int64_t                                        n_read = 0;
+    bool                                           right  = false;
+    bool                                           copied = true; // false: a copy could not be started
+
+    expert_load(int32_t layer, int32_t expert) : layer(layer), expert(expert) {}
 };
 
 // Takes its own lock only; the store's must not be held.
@@ -40,15 +52,16 @@ public:
     void cancel(const std::vector<load> & loads);
 
 private:
-    bool    start(const load & load);
-    void    ask_provider(const load & load);
-    int32_t wait_for_slot(const load & load);
-    void    end(const load & load, int64_t result, const uint8_t * digest, bool hashed);
-    void    release(const load & load, bool was_right);
+    bool start(const load & load);
+    bool pass_on(const load & load, const char * bytes, uint64_t n_bytes);
+    void end(const load & load, int64_t n_read, bool right);
+    void finish(const load & load);
+    void release(const load & load);
+    void ask_provider(const load & load);
 
     expert_store *                                    store;
     std::mutex                                        mutex; // guards what follows, and the loads
-    std::condition_variable                           changed;
+    std::condition_variable                           released;
     std::map<ggml_backend_dev_t, std::vector<char *>> buffers; // free ones
     std::deque<load>                                  waiting; // placed, but too many are being read
     int32_t                                           n_reading = 0;

@@ -13,11 +13,15 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <system_error>
 
 static const uint64_t ALIGNMENT      = 4096;
 static const uint64_t PART_BYTES_MIN = 256 << 10; // smaller ones cost more than their even spread over threads gains
 static const size_t   N_THREADS      = 16;
+
+// A fast drive's next reads come sooner than a sleeping thread can be woken.
+static const std::chrono::microseconds POLL(300);
 
 static const int64_t RUNNING = INT64_MIN;
 
@@ -129,15 +133,30 @@ bool expert_read_pool::start_threads() {
     return !threads.empty();
 }
 
+void expert_read_pool::poll_between_reads() { polling = std::thread::hardware_concurrency() >= N_THREADS / 2; }
+
+void expert_read_pool::poll() const {
+    const auto until = std::chrono::steady_clock::now() + POLL;
+    while (n_queued == 0 && !stopping && std::chrono::steady_clock::now() < until) {
+        std::this_thread::yield();
+    }
+}
+
 void expert_read_pool::run() {
     std::unique_lock<std::mutex> lock(mutex);
     while (true) {
+        if (polling && queue.empty()) {
+            lock.unlock();
+            poll();
+            lock.lock();
+        }
         wanted.wait(lock, [&] { return stopping || !queue.empty(); });
         if (queue.empty()) {
             return;
         }
         const part next = std::move(queue.front());
         queue.pop_front();
+        n_queued = queue.size();
         lock.unlock();
         next.whole->run(next.index);
         lock.lock();
@@ -159,6 +178,7 @@ bool expert_read_pool::start(const expert_read & read) {
         for (size_t i = 0; i < whole->results.size(); i++) {
             queue.push_back({whole, i});
         }
+        n_queued = queue.size();
     }
     wanted.notify_all();
     return true;

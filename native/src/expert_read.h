@@ -1,6 +1,7 @@
 // Threads that read files for a store, each read cut into parts. Internal to native/src.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -38,6 +39,8 @@ public:
     bool start(const expert_read & read);
     // Returns when all reads have ended; none may start any more.
     void stop();
+    // From now on a thread without work looks for it for a while before it sleeps, where there are cores to spare.
+    void poll_between_reads();
 
 private:
     struct part {
@@ -47,10 +50,13 @@ private:
 
     bool start_threads();
     void run();
+    void poll() const;
 
     std::mutex               mutex; // guards what follows
     std::condition_variable  wanted;
     std::deque<part>         queue;
     std::vector<std::thread> threads;
-    bool                     stopping = false;
+    std::atomic<size_t>      n_queued{0};
+    std::atomic<bool>        stopping{false};
+    std::atomic<bool>        polling{false};
 };

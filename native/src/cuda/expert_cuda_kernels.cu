@@ -142,8 +142,8 @@ void expert_cuda_launch_keep_rows(
 
 // All copies to a device go through one stream: no thread waits for the copy of the part that it has read.
 static cudaError_t copy_stream(int device, cudaStream_t * stream) {
-    static std::mutex   mutex;
-    static cudaStream_t streams[GGML_CUDA_MAX_DEVICES] = {};
+    static std::mutex           mutex;
+    static cudaStream_t         streams[GGML_CUDA_MAX_DEVICES] = {};
     std::lock_guard<std::mutex> lock(mutex);
     if (!streams[device]) {
         const cudaError_t error = cudaStreamCreateWithFlags(&streams[device], cudaStreamNonBlocking);

@@ -1,9 +1,9 @@
 // Reading files: a block in several parts at once, each passed on as it arrives, hashed on the way.
 //
-//   start --cut--> parts --queue--> threads: pread, arrived() --> in the file's order: hash --> ended()
+//   start --> queue --> threads: take the next part, pread --> in the file's order: arrived(), hash --> ended()
 //
-// The thread that brings the next part in order hashes it, and all that are there behind it: hashing costs no time of
-// its own while other parts are still being read.
+// The thread that brings the next part in order passes it on and hashes it, with all that are there behind it; the
+// others go on reading. No lock is taken for a part: 16 threads that end their parts at the same time would queue for it.
 #include "expert_read.h"
 
 #define XXH_INLINE_ALL
@@ -26,49 +26,43 @@ static const std::chrono::microseconds POLL(300);
 static const int64_t RUNNING = INT64_MIN;
 
 struct expert_read_parts {
-    const expert_read    read;
-    const uint64_t       part_bytes;
-    std::mutex           mutex;           // guards what follows
-    std::vector<int64_t> results;         // [n_parts] bytes read, or -errno; RUNNING
-    size_t               n_running;       // parts that have not ended
-    size_t               n_seen  = 0;     // parts, from the first one, that are in what follows
-    bool                 seeing  = false; // a thread looks at the next ones
-    int64_t              error   = 0;
-    uint64_t             n_there = 0; // bytes before the first gap
-    bool                 gap     = false;
-    XXH3_state_t         hash;
+    const expert_read                 read;
+    const uint64_t                    part_bytes;
+    const size_t                      n_parts;
+    std::atomic<size_t>               next{0};       // part to read next
+    std::vector<std::atomic<int64_t>> results;       // [n_parts] bytes read, or -errno; RUNNING
+    std::atomic<bool>                 seeing{false}; // a thread takes what is there in order, and owns what follows
+    std::atomic<size_t>               n_seen{0};     // parts; the others read it
+    int64_t                           error   = 0;
+    uint64_t                          n_there = 0; // bytes before the first gap
+    XXH3_state_t                      hash;
 
     expert_read_parts(const expert_read & read, uint64_t part_bytes) :
-        read(read), part_bytes(part_bytes), results(std::max<uint64_t>(1, (read.n_bytes + part_bytes - 1) / part_bytes), RUNNING),
-        n_running(results.size()) {
+        read(read), part_bytes(part_bytes), n_parts(std::max<uint64_t>(1, (read.n_bytes + part_bytes - 1) / part_bytes)),
+        results(n_parts) {
+        for (auto & result : results) {
+            result.store(RUNNING, std::memory_order_relaxed);
+        }
         XXH3_128bits_reset(&hash);
     }
 
     uint64_t length(size_t index) const { return std::min(part_bytes, read.n_bytes - index * part_bytes); }
 
+    bool is_there(size_t index) const { return index < n_parts && results[index] != RUNNING; }
+
     void run(size_t index) {
-        const uint64_t start  = index * part_bytes;
-        int64_t        result = fill(read.dest + start, length(index), read.offset + (int64_t) start);
-        if (result > 0 && read.arrived && !read.arrived(read.dest + start, (uint64_t) result)) {
-            result = -EREMOTEIO;
-        }
-        std::unique_lock<std::mutex> lock(mutex);
-        results[index] = result;
-        n_running--;
-        if (seeing) {
-            return; // the other thread will come to this part
-        }
-        seeing = true;
-        while (n_seen < results.size() && results[n_seen] != RUNNING) {
-            const size_t next = n_seen++;
-            lock.unlock();
-            see(next);
-            lock.lock();
-        }
-        seeing = false;
-        if (n_running == 0) {
-            lock.unlock();
-            end();
+        const uint64_t start = index * part_bytes;
+        results[index]       = fill(read.dest + start, length(index), read.offset + (int64_t) start);
+        while (is_there(n_seen) && !seeing.exchange(true)) { // else another thread comes to this part
+            const size_t before = n_seen;
+            while (is_there(n_seen)) {
+                see();
+            }
+            const bool done = before < n_parts && n_seen == n_parts;
+            seeing          = false;
+            if (done) {
+                end();
+            }
         }
     }
 
@@ -90,17 +84,27 @@ struct expert_read_parts {
         return (int64_t) done;
     }
 
-    // By one thread at a time, in the order of the parts.
-    void see(size_t index) {
-        if (results[index] < 0) {
-            error = error ? error : results[index];
-        } else if (!gap) {
-            n_there += results[index];
-            gap = (uint64_t) results[index] < length(index);
+    // Takes the next parts, as many as are there in a row.
+    void see() {
+        const bool   whole = !error && n_there == n_seen * part_bytes; // so far
+        char * const start = read.dest + n_there;
+        uint64_t     n     = 0;
+        size_t       i     = n_seen;
+        for (; is_there(i); i++) {
+            const int64_t result = results[i];
+            error                = error ? error : std::min<int64_t>(result, 0);
+            if (whole && !error && n == (i - n_seen) * part_bytes) {
+                n += result;
+            }
         }
-        if (read.hashed && !error && !gap) {
-            XXH3_128bits_update(&hash, read.dest + index * part_bytes, length(index));
+        n_there += n;
+        if (n > 0 && read.arrived && !read.arrived(start, n)) {
+            error = error ? error : -EREMOTEIO;
         }
+        if (n > 0 && read.hashed) {
+            XXH3_128bits_update(&hash, start, n);
+        }
+        n_seen = i;
     }
 
     void end() const {
@@ -142,24 +146,34 @@ void expert_read_pool::poll() const {
     }
 }
 
-void expert_read_pool::run() {
+// A read with parts that nobody has taken; NULL: stop.
+std::shared_ptr<expert_read_parts> expert_read_pool::next_read() {
     std::unique_lock<std::mutex> lock(mutex);
     while (true) {
-        if (polling && queue.empty()) {
+        while (!queue.empty() && queue.front()->next >= queue.front()->n_parts) {
+            queue.pop_front();
+        }
+        n_queued = queue.size();
+        if (!queue.empty()) {
+            return queue.front();
+        }
+        if (stopping) {
+            return nullptr;
+        }
+        if (polling) {
             lock.unlock();
             poll();
             lock.lock();
         }
         wanted.wait(lock, [&] { return stopping || !queue.empty(); });
-        if (queue.empty()) {
-            return;
+    }
+}
+
+void expert_read_pool::run() {
+    while (const auto whole = next_read()) {
+        for (size_t i = whole->next++; i < whole->n_parts; i = whole->next++) {
+            whole->run(i);
         }
-        const part next = std::move(queue.front());
-        queue.pop_front();
-        n_queued = queue.size();
-        lock.unlock();
-        next.whole->run(next.index);
-        lock.lock();
     }
 }
 
@@ -172,12 +186,9 @@ bool expert_read_pool::start(const expert_read & read) {
     if (!start_threads()) {
         return false;
     }
-    const auto whole = std::make_shared<expert_read_parts>(read, part_bytes_of(read));
     {
         std::lock_guard<std::mutex> lock(mutex);
-        for (size_t i = 0; i < whole->results.size(); i++) {
-            queue.push_back({whole, i});
-        }
+        queue.push_back(std::make_shared<expert_read_parts>(read, part_bytes_of(read)));
         n_queued = queue.size();
     }
     wanted.notify_all();

@@ -19,7 +19,8 @@ struct expert_read {
     int32_t  n_parts = 1; // at most
     bool     hashed  = false;
 
-    // A part is there; false: it could not be passed on. From any thread, in any order. May be empty.
+    // More bytes are there, from the first one on; false: they could not be passed on. From any thread, one at a time. May
+    // be empty.
     std::function<bool(const char * bytes, uint64_t n_bytes)> arrived;
     // All has ended. result: bytes there before the first gap, or -errno; -EREMOTEIO if `arrived` failed. digest: the
     // xxh3_128 of the bytes, big-endian, if hashed and all are there. From any thread, once.
@@ -43,20 +44,16 @@ public:
     void poll_between_reads();
 
 private:
-    struct part {
-        std::shared_ptr<expert_read_parts> whole;
-        size_t                             index;
-    };
+    bool                               start_threads();
+    std::shared_ptr<expert_read_parts> next_read();
+    void                               run();
+    void                               poll() const;
 
-    bool start_threads();
-    void run();
-    void poll() const;
-
-    std::mutex               mutex; // guards what follows
-    std::condition_variable  wanted;
-    std::deque<part>         queue;
-    std::vector<std::thread> threads;
-    std::atomic<size_t>      n_queued{0};
-    std::atomic<bool>        stopping{false};
-    std::atomic<bool>        polling{false};
+    std::mutex                                     mutex; // guards what follows
+    std::condition_variable                        wanted;
+    std::deque<std::shared_ptr<expert_read_parts>> queue; // reads with parts that nobody has taken yet
+    std::vector<std::thread>                       threads;
+    std::atomic<size_t>                            n_queued{0};
+    std::atomic<bool>                              stopping{false};
+    std::atomic<bool>                              polling{false};
 };

@@ -200,8 +200,14 @@ def run_side(command: list[str], spec: SideSpec, limit_s: float) -> str:
         return ""
     if run.returncode in (-9, 137):
         return "killed: out of memory under the cap"
-    last = [line for line in (run.stderr or run.stdout).splitlines() if line.strip()][-1:]
-    return f"exit status {run.returncode}: {last[0][-600:] if last else 'it said nothing'}"
+    return f"exit status {run.returncode}: {_reason(run.stderr or run.stdout)}"
+
+
+def _reason(output: str) -> str:
+    """The line that says why a process ended: not the backtrace that follows a failed assertion."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    asserted = [line for line in lines if "GGML_ASSERT" in line or "CUDA error" in line]
+    return (asserted[:1] or lines[-1:] or ["it said nothing"])[0][-600:]
 
 
 def describe(found: dict[str, Any]) -> str:

@@ -59,7 +59,7 @@ to_disk() {
     local need free
     need=$(du -cB1 "$fast/$1".* | tail -n 1 | cut -f 1)
     free=$(df -B1 --output=avail "$disk" | tail -n 1)
-    if [ "$need" -gt "$((free - (2 << 30)))" ]; then
+    if [ "$need" -gt "$((free - (1 << 30)))" ]; then
         note "$1 needs $((need >> 30)) GiB on the disk, which has $((free >> 30)): left out"
         return 1
     fi
@@ -85,9 +85,9 @@ dsv4() {
 }
 
 # 5 GiB of 986 GB (4.9 blocks a layer) beside the 16 blocks of one working set, hit rate about 17 %; 32 GB of RAM of 986.
-# The first layer has no experts.
+# The first layer has no experts, the fourth is the first with full attention, which llama.cpp needs one of.
 k3() {
-    local layers=${K3_LAYERS:-$(fitting 4 3 16200 1500)}
+    local layers=${K3_LAYERS:-$(fitting 4 4 16200 1500)}
     local blocks=$((16 + (49 * (layers - 1) + 5) / 10))
     bench/fast_drive.sh up "$fast" "${FAST_SIZE:-72G}" || return 1
     if model k3 "$layers" "${K3_SPREAD:-1.0}"; then

@@ -21,6 +21,7 @@ import click
 from bench.presets import PRESETS
 from bench.synth.blocks import WEIGHT_TYPES
 from bench.synth.gguf_out import read_kv, tokenizer_size
+from bench.synth.kimi_k3 import is_full_attention
 from bench.synth.model import tensors, write_model
 from bench.synth.pack_size import blocks, is_expert, payload_bytes
 from bench.synth.shape import Shape
@@ -66,6 +67,8 @@ def resized(shape: Shape, *, type: str | None = None, latent: int | None = None,
         shape = replace(shape, dense_layers=shape.dense_layers[: shape.n_layer - 1])
     if isinstance(shape.n_expert_used, int) and not 0 < shape.n_expert_used <= shape.n_expert:
         raise ValueError(f"--top-k must be 1 to {shape.n_expert}, the number of experts, not {shape.n_expert_used}")
+    if shape.arch == "kimi-k3" and not any(map(is_full_attention, range(shape.n_layer))):
+        raise ValueError(f"--layers must be 4 at least, not {shape.n_layer}: without full attention llama.cpp aborts")
     for tensor in tensors(shape):
         _ = tensor.n_bytes  # refuses rows that do not fill blocks
     return shape

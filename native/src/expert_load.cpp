@@ -13,7 +13,7 @@
 #include <cstring>
 
 static const int32_t UNKNOWN   = expert_load::UNKNOWN;
-static const int32_t CANCELLED = -2;
+static const int32_t CANCELLED = expert_load::CANCELLED;
 
 void expert_loader::add_buffers(ggml_backend_dev_t dev, char * base, uint64_t buffer_bytes, int32_t n) {
     store->readers.poll_between_reads();
@@ -73,7 +73,7 @@ void expert_loader::place(const std::vector<load> & loads, const std::vector<int
         ask_provider(load);
     }
     for (const load & load : to_finish) {
-        finish(load);
+        finish_or_park(load);
     }
 }
 
@@ -88,7 +88,7 @@ void expert_loader::cancel(const std::vector<load> & loads) {
     }
     lock.unlock();
     for (const load & load : to_finish) {
-        finish(load);
+        finish_or_park(load);
     }
     lock.lock();
     released.wait(lock, [&] { return std::none_of(loads.begin(), loads.end(), [](const load & l) { return l->started; }); });
@@ -150,7 +150,24 @@ void expert_loader::end(const load & load, int64_t n_read, bool right) {
             return; // place() or cancel() will finish it
         }
     }
-    finish(load);
+    finish_or_park(load);
+}
+
+// To wait for its copy would keep this thread from reading, while the device wants all of the layer's experts anyway:
+// the last read waits for all, unless somebody needs the buffer.
+void expert_loader::finish_or_park(const load & load) {
+    std::vector<expert_loader::load> to_finish;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        parked.push_back(load);
+        if (load->buffer && waiting.empty() && n_reading > (int32_t) parked.size()) {
+            return;
+        }
+        to_finish.swap(parked);
+    }
+    for (const auto & one : to_finish) {
+        finish(one);
+    }
 }
 
 void expert_loader::finish(const load & load) {

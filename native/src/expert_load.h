@@ -16,7 +16,8 @@ struct expert_store;
 
 // One expert on its way.
 struct expert_load {
-    static const int32_t UNKNOWN = -1;
+    static const int32_t UNKNOWN   = -1;
+    static const int32_t CANCELLED = -2;
 
     const int32_t layer;
     const int32_t expert;
@@ -55,6 +56,7 @@ private:
     bool start(const load & load);
     bool pass_on(const load & load, const char * bytes, uint64_t n_bytes);
     void end(const load & load, int64_t n_read, bool right);
+    void finish_or_park(const load & load);
     void finish(const load & load);
     void release(const load & load);
     void ask_provider(const load & load);
@@ -62,7 +64,8 @@ private:
     expert_store *                                    store;
     std::mutex                                        mutex; // guards what follows, and the loads
     std::condition_variable                           released;
-    std::map<ggml_backend_dev_t, std::vector<char *>> buffers; // free ones
-    std::deque<load>                                  waiting; // placed, but too many are being read
-    int32_t                                           n_reading = 0;
+    std::map<ggml_backend_dev_t, std::vector<char *>> buffers;       // free ones
+    std::deque<load>                                  waiting;       // placed, but too many are being read
+    std::vector<load>                                 parked;        // read, but their copies may be under way
+    int32_t                                           n_reading = 0; // with the parked ones
 };

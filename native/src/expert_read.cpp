@@ -18,7 +18,7 @@
 
 static const uint64_t ALIGNMENT      = 4096;
 static const uint64_t PART_BYTES_MIN = 256 << 10; // smaller ones cost more than their even spread over threads gains
-static const size_t   N_THREADS      = 16;
+static const size_t   N_THREADS      = 16;        // for reads that wait for a drive
 
 // A fast drive's next reads come sooner than a sleeping thread can be woken.
 static const std::chrono::microseconds POLL(300);
@@ -126,10 +126,14 @@ void expert_read_pool::stop() {
     threads.clear();
 }
 
+static size_t n_cores() { return std::thread::hardware_concurrency(); }
+
 bool expert_read_pool::start_threads() {
     std::lock_guard<std::mutex> lock(mutex);
     try {
-        while (threads.size() < N_THREADS) {
+        // one that polls keeps a core busy: leave one to the thread that feeds the device, one to the rest
+        const size_t n = polling ? std::min(N_THREADS, n_cores() - 2) : N_THREADS;
+        while (threads.size() < n) {
             threads.emplace_back([this] { run(); });
         }
     } catch (const std::system_error &) { // fewer do as well
@@ -137,7 +141,7 @@ bool expert_read_pool::start_threads() {
     return !threads.empty();
 }
 
-void expert_read_pool::poll_between_reads() { polling = std::thread::hardware_concurrency() >= N_THREADS / 2; }
+void expert_read_pool::poll_between_reads() { polling = n_cores() >= N_THREADS / 2; }
 
 void expert_read_pool::poll() const {
     const auto until = std::chrono::steady_clock::now() + POLL;

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import conditions, step_model
-from bench.compare import ram_cap_bytes, read_prompts
+from bench.compare import ram_cap_bytes, read_prompts, run_side
 from bench.compare_report import headline, markdown, number, table
 from bench.compare_results import agreement, ceiling_ts, comparisons, read_lines, rows, speedup, summaries
 from bench.compare_side import draw_tokens
-from bench.compare_sides import Sizes, plan_sides
+from bench.compare_sides import SideSpec, Sizes, plan_sides
 from bench.gpu_samples import GpuSamples
 from pypack.errors import UsageError
 
@@ -212,6 +213,16 @@ def test_sides_that_do_not_fit_are_left_out_with_the_reason() -> None:
     assert [side.name for side in sides] == ["stock-mmap", "ours", "ours-all"]
     assert left_out == {"stock-direct-io": "needs 100.0 GB of memory, 20.0 GB allowed"}
     assert [side.capped for side in sides] == [True, True, False]
+
+
+def test_a_side_that_dies_is_told_by_its_assertion() -> None:
+    lines = ["loading", "ggml.c:205: GGML_ASSERT(buffer) failed", "libggml.so(ggml_abort+0x1)", "python3(_start+0x25)"]
+    spec = SideSpec("ours", "ours", stock=False)
+    program = f"import os, sys; print({chr(10).join(lines)!r}, file=sys.stderr, flush=True); os.abort()"
+    assert (
+        run_side([sys.executable, "-c", program], spec, 60) == "exit status -6: ggml.c:205: GGML_ASSERT(buffer) failed"
+    )
+    assert run_side([sys.executable, "-c", "print('what'); exit(3)"], spec, 60) == "exit status 3: what"
 
 
 def test_on_a_gpu_stock_keeps_its_experts_on_the_host() -> None:

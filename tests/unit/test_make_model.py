@@ -184,6 +184,7 @@ def test_presets_can_be_cut(preset: str) -> None:
     ("arguments", "message"),
     [
         (["--top-k", "33"], "top-k"),
+        (["--preset", "k3", "--layers", "3", "--experts", "16"], "--layers must be 4 at least"),
         (["--n-embd", "1000"], "rows of 1000"),
         (["--latent", "256"], "latent"),
         (["--shards", "9999"], "9999 shards"),

@@ -96,6 +96,9 @@ void expert_loader::cancel(const std::vector<load> & loads) {
 
 // Under the lock. False if only the provider can read it.
 bool expert_loader::start(const load & load) {
+    if (!is_readable(store, *load)) {
+        return false; // it needs no buffer, of which there may be none
+    }
     const expert_block & block   = block_of(store, *load);
     const uint64_t       n_bytes = store->layers[load->layer].block_bytes;
     const bool           hashed  = block.check != 0;
@@ -116,7 +119,7 @@ bool expert_loader::start(const load & load) {
         const bool whole = result == (int64_t) n_bytes;
         end(load, result, whole && (!hashed || memcmp(digest, block.digest, sizeof(block.digest)) == 0));
     };
-    if (read.fd < 0 || !read.dest || !store->readers.start(read)) {
+    if (!read.dest || !store->readers.start(read)) {
         load->buffer = nullptr;
         return false;
     }
@@ -125,6 +128,7 @@ bool expert_loader::start(const load & load) {
     }
     load->started = true;
     n_reading++;
+    n_unread++;
     return true;
 }
 
@@ -159,8 +163,9 @@ void expert_loader::finish_or_park(const load & load) {
     std::vector<expert_loader::load> to_finish;
     {
         std::lock_guard<std::mutex> lock(mutex);
+        n_unread--;
         parked.push_back(load);
-        if (load->buffer && waiting.empty() && n_reading > (int32_t) parked.size()) {
+        if (load->buffer && waiting.empty() && n_unread > 0) {
             return;
         }
         to_finish.swap(parked);

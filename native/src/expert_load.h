@@ -67,5 +67,6 @@ private:
     std::map<ggml_backend_dev_t, std::vector<char *>> buffers;       // free ones
     std::deque<load>                                  waiting;       // placed, but too many are being read
     std::vector<load>                                 parked;        // read, but their copies may be under way
-    int32_t                                           n_reading = 0; // with the parked ones
+    int32_t                                           n_reading = 0; // started, their buffers not yet free
+    int32_t                                           n_unread  = 0; // of these, neither parked nor finished
 };

@@ -132,7 +132,7 @@ bool expert_read_pool::start_threads() {
     std::lock_guard<std::mutex> lock(mutex);
     try {
         // one that polls keeps a core busy: leave one to the thread that feeds the device, one to the rest
-        const size_t n = polling ? std::min(N_THREADS, n_cores() - 2) : N_THREADS;
+        const size_t n = polling ? std::min(N_THREADS, std::max<size_t>(n_cores(), 6) - 2) : N_THREADS;
         while (threads.size() < n) {
             threads.emplace_back([this] { run(); });
         }

@@ -1,6 +1,8 @@
 """The expert provider: answers native's callbacks with pypack's cache and reader.
 
-native misses --fetch--> cache takes slots --> native reads the blocks --read, if it can't--> reader --> commit or fail
+native misses, takes next_slots (or --fetch--> cache chooses) --> native reads the blocks --> commit
+                                                   while it does: --prepare--> cache chooses the next slots
+                                                 if it can't: --read--> reader --> commit or fail
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from numpy.typing import NDArray
 from bridge._provider import ffi, lib
 from bridge.library import build_info
 from pypack.budget import cache_budget, parse_size, plan_pools
-from pypack.cache import ExpertCache
+from pypack.cache import N_NEXT, ExpertCache
 from pypack.counters import Counter, Counters, ExpertStats
 from pypack.direct_io import aligned_buffer
 from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
 from pypack.host_memory import host_memory_free
 from pypack.policy import make_policy
-from pypack.reader import Reader, check_count
+from pypack.reader import Reader, check_count, check_verify
 from pypack.staging import StagingPool
 from pypack.trace_format import encode_header
 
@@ -36,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 _CHECKS: dict[Verify, int] = {"off": 0, "first": 1, "every": 2}  # expert_block.check
 _OWN_READS = 2  # at the same time: there are few, and a GPU needs a buffer for each
+
+assert lib.EXPERT_NEXT_SLOTS == N_NEXT
 
 _BLOCK = np.dtype([("offset", "<i8"), ("fd", "<i4"), ("check", "<i4"), ("digest", "u1", (16,))])  # expert_block
 
@@ -79,6 +83,7 @@ class Provider:
         self.counters = _SharedCounters()
         self.cache = ExpertCache(pack.layers, make_policy(policy), self.counters)
         self._check_budget()
+        check_verify(verify)
         self._n_parts = check_count("read_splits", read_splits, 1)
         self._reader = Reader(
             pack,
@@ -187,6 +192,9 @@ class Provider:
     def fetch(self, layer: int, missing: list[int], active: list[int]) -> list[int]:
         return self.cache.fetch(layer, missing, active)
 
+    def prepare(self, layer: int, fetched: list[int]) -> None:
+        self.cache.prepare(layer, fetched)
+
     def keep(self, error: ExpertPackError) -> None:
         """Remember why a callback failed."""
         self._error = error
@@ -258,14 +266,18 @@ class Provider:
         tables.freq = ffi.from_buffer("int64_t[]", self.cache.freq)
         tables.last_use = ffi.from_buffer("int64_t[]", self.cache.last_use)
         tables.counters = ffi.from_buffer("int64_t[]", self.counters.array)
+        tables.place = ffi.from_buffer("int32_t[]", self.cache.place)
+        tables.owner = ffi.from_buffer("int64_t[]", self.cache.owner)
         tables.layer_slots = ffi.from_buffer("int32_t[]", self.cache.layer_slots)
+        tables.layer_pool = ffi.from_buffer("int32_t[]", self.cache.layer_pool)
+        tables.next_slots = ffi.from_buffer("int32_t[]", self.cache.next_slots)
         tables.blocks = ffi.from_buffer("expert_block[]", self.blocks)
         tables.n_reads, tables.n_parts, tables.is_direct = self._stage_slots, self._n_parts, self._is_direct
         callbacks = ffi.new("expert_provider *")
         callbacks.abi_version, callbacks.struct_size = lib.EXPERT_ABI_VERSION, ffi.sizeof("expert_provider")
         callbacks.user = self._handle
         callbacks.open_arena, callbacks.fetch = lib.expert_pack_open_arena, lib.expert_pack_fetch
-        callbacks.read = lib.expert_pack_read
+        callbacks.prepare, callbacks.read = lib.expert_pack_prepare, lib.expert_pack_read
         return lib.expert_store_create(os.fsencode(model_path), layers, len(self._pack.layers), tables, callbacks)
 
 
@@ -316,6 +328,15 @@ def expert_pack_fetch(
         return 0
     slots[0:n_missing] = taken
     return 1
+
+
+@ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
+def expert_pack_prepare(user: Any, layer: int, fetched: Any, n_fetched: int) -> None:
+    provider: Provider = ffi.from_handle(user)
+    try:
+        provider.prepare(layer, ffi.unpack(fetched, n_fetched))
+    except Exception:  # the next fetch asks
+        _log.exception("the next slots could not be chosen")
 
 
 @ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]

@@ -4,9 +4,10 @@ Life of a slot:  free --fetch--> loading --native publishes it--> resident --fet
                                  loading --rollback--> free
 
 A slot without owner is free; one that ``slot_of`` names for its owner is resident; any other is loading.
-``slot_of``, ``freq`` and ``last_use`` are shared with native code (``expert_tables`` of the provider header):
-native publishes ``slot_of[key]`` when a read has ended well; this class only clears it. What belongs to this
-class alone is ``place``: where an expert is *or is being read to*.
+All tables are shared with native code (``expert_tables`` of the provider header). ``slot_of``: native publishes an
+expert when its read has ended well. ``place``: where an expert is *or is being read to*. ``next_slots``: slots that
+may be taken next, the first one first; native takes them by itself while enough of them can go, and only else asks
+for :meth:`~ExpertCache.fetch`. They are chosen by :meth:`~ExpertCache.prepare`, at the fetch before.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from pypack.policy import Policy
 
 __all__ = ["ExpertCache"]
 
+N_NEXT = 64  # EXPERT_NEXT_SLOTS: enough for the experts of a few tokens beside those in use
 _NONE = -1
 
 
 class ExpertCache:
     """Slots of any number of arenas under one numbering, for the experts of ``layers``.
 
-    Thread-safe: ``fetch`` comes from the computing thread, ``rollback`` from reader threads.
+    Thread-safe: ``fetch`` and ``prepare`` come from the computing thread, ``rollback`` from reader threads.
     """
 
     def __init__(self, layers: Sequence[Layer], policy: Policy, counters: Counters) -> None:
@@ -41,16 +43,16 @@ class ExpertCache:
         self.freq: NDArray[np.int64] = np.zeros(n_keys, np.int64)  # [n_keys] shared
         self.last_use: NDArray[np.int64] = np.zeros(n_keys, np.int64)  # [n_keys] shared
         self.layer_slots: NDArray[np.int32] = np.zeros(len(layers), np.int32)  # [n_layers] shared
-        self.place: NDArray[np.int32] = np.full(n_keys, _NONE, np.int32)  # [n_keys]
-        self.owner: NDArray[np.intp] = np.empty(0, np.intp)  # [n_slots] key, or -1
+        self.place: NDArray[np.int32] = np.full(n_keys, _NONE, np.int32)  # [n_keys] shared
+        self.owner: NDArray[np.int64] = np.full(n_keys, _NONE, np.int64)  # [n_slots <= n_keys] shared; key, or -1
+        self.layer_pool: NDArray[np.int32] = np.full(len(layers), _NONE, np.int32)  # [n_layers] shared
+        self.next_slots: NDArray[np.int32] = np.full((len(layers), N_NEXT), _NONE, np.int32)  # [n_pools <= n_layers] shared
         self.n_slots = 0
         self._layers = tuple(layers)
         self._policy = policy
         self._counters = counters
         self._pools: list[Pool] = []
         self._policies: list[Policy] = []  # [n_pools]
-        self._free: list[list[int]] = []  # [n_pools] slots, the next one to use last
-        self._pool_of_layer: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def add_arena(self, plan: PoolPlan) -> int:
@@ -61,7 +63,7 @@ class ExpertCache:
         with self._lock:
             for pool in plan.pools:
                 for layer in pool.layers:
-                    if layer in self._pool_of_layer or self._layers[layer].block_bytes != pool.block_bytes:
+                    if self.layer_pool[layer] != _NONE or self._layers[layer].block_bytes != pool.block_bytes:
                         raise ValueError(
                             f"layer {layer} does not belong to a new pool of {pool.block_bytes}-byte slots"
                         )
@@ -69,12 +71,11 @@ class ExpertCache:
             for pool in plan.pools:
                 pool = replace(pool, first_slot=first + pool.first_slot)
                 for layer in pool.layers:
-                    self._pool_of_layer[layer] = len(self._pools)
+                    self.layer_pool[layer] = len(self._pools)
                     self.layer_slots[layer] = pool.n_slots
                 self._pools.append(pool)
                 self._policies.append(self._policy.for_pool(pool, len(self.freq)))
-                self._free.append(list(range(pool.first_slot + pool.n_slots - 1, pool.first_slot - 1, -1)))
-            self.owner = np.concatenate((self.owner, np.full(plan.n_slots, _NONE, np.intp)))
+                self._prepare(len(self._pools) - 1)
             self.n_slots += plan.n_slots
             return first
 
@@ -91,19 +92,30 @@ class ExpertCache:
             kept = self.place[self._keys(layer, active)]
             if len(set(keys.tolist())) != len(keys) or (self.place[keys] != _NONE).any():
                 raise ValueError(f"experts {list(missing)} of layer {layer} are repeated, or have a slot already")
-            if layer not in self._pool_of_layer:
+            pool_index = int(self.layer_pool[layer])
+            if pool_index == _NONE:
                 raise ValueError(f"layer {layer} has no slots: its arena was not added")
-            pool_index = self._pool_of_layer[layer]
-            free = self._free[pool_index]
+            slots = self._free(pool_index, len(keys))
             now = int(self._counters.array[Counter.ACQUIRES])
             self._policies[pool_index].coming(keys.astype(np.intp), self.freq, self.last_use, now)
-            n_victims = len(keys) - len(free)
-            victims = self._victims(layer, n_victims, kept[kept != _NONE], now) if n_victims > 0 else []
-
-            slots = [free.pop() for _ in range(len(keys) - len(victims))] + victims
+            if len(slots) < len(keys):
+                slots += self._victims(layer, len(keys) - len(slots), kept[kept != _NONE], now)
             self.owner[slots] = keys
             self.place[keys] = slots
             return slots
+
+    def prepare(self, layer: int, fetched: Sequence[int]) -> None:
+        """Choose ``next_slots`` of the layer's pool anew: ``fetched`` have got slots, by whomever.
+
+        Only policies that rank look ahead; for the others every fetch asks :meth:`fetch`.
+        """
+        with self._lock:
+            pool_index = int(self.layer_pool[layer])
+            policy = self._policies[pool_index]
+            if policy.is_ranking:
+                now = int(self._counters.array[Counter.ACQUIRES])
+                policy.coming(self._keys(layer, fetched).astype(np.intp), self.freq, self.last_use, now)
+                self._prepare(pool_index)
 
     def rollback(self, slot: int) -> None:
         """The slot could not be filled: it is free, its expert is nowhere."""
@@ -111,8 +123,8 @@ class ExpertCache:
             key = self.owner[slot] if 0 <= slot < self.n_slots else _NONE
             if key == _NONE or self.slot_of[key] == slot:
                 raise ValueError(f"slot {slot} is not being loaded")
-            self.place[key] = self.owner[slot] = _NONE
-            self._free[self._pool_of_slot(slot)].append(slot)
+            self.place[key] = _NONE
+            self.owner[slot] = _NONE  # the last one: native may take it now
 
     def key_of(self, slot: int) -> int:
         """The expert that the slot holds or is being filled with, -1 if it is free."""
@@ -121,7 +133,7 @@ class ExpertCache:
     def check(self) -> list[str]:
         """What is inconsistent in the tables, one sentence each; empty if all is well. At rest or not."""
         with self._lock:
-            return [*self._check_slots(), *self._check_keys(), *self._check_free()]
+            return [*self._check_slots(), *self._check_keys()]
 
     def _keys(self, layer: int, experts: Sequence[int]) -> NDArray[np.int32]:
         numbers = np.asarray(experts).tolist()
@@ -133,7 +145,7 @@ class ExpertCache:
 
     def _victims(self, layer: int, n: int, kept_slots: NDArray[np.int32], now: int) -> list[int]:
         """The slots to take from their experts, which are nowhere then."""
-        pool_index = self._pool_of_layer[layer]
+        pool_index = int(self.layer_pool[layer])
         pool = self._pools[pool_index]
         slots = self._evictable(pool, kept_slots)
         if len(slots) < n:
@@ -146,7 +158,7 @@ class ExpertCache:
         gone = keys[chosen]
         self.slot_of[gone] = _NONE
         self.place[gone] = _NONE
-        self._counters.array[Counter.EVICTIONS] += n  # under the lock, its only writer
+        self._counters.add(Counter.EVICTIONS, n)
         victims: list[int] = slots[chosen].tolist()
         return victims
 
@@ -159,8 +171,25 @@ class ExpertCache:
         evictable: NDArray[np.intp] = slots[may_go]
         return evictable
 
-    def _pool_of_slot(self, slot: int) -> int:
-        return next(i for i, p in enumerate(self._pools) if p.first_slot <= slot < p.first_slot + p.n_slots)
+    def _free(self, pool_index: int, n: int) -> list[int]:
+        """The first slots of the pool that hold nothing, n at most."""
+        pool = self._pools[pool_index]
+        owner = self.owner[pool.first_slot : pool.first_slot + pool.n_slots]
+        free: list[int] = (np.flatnonzero(owner == _NONE)[:n] + pool.first_slot).tolist()
+        return free
+
+    def _prepare(self, pool_index: int) -> None:
+        """Free slots, then what the policy would evict; native leaves out those that are in use by then."""
+        pool, policy = self._pools[pool_index], self._policies[pool_index]
+        slots = self._free(pool_index, N_NEXT)
+        n = min(N_NEXT, pool.n_slots) - len(slots)
+        if policy.is_ranking and n > 0:
+            owner = self.owner[pool.first_slot : pool.first_slot + pool.n_slots]
+            taken = np.flatnonzero(owner != _NONE)
+            now = int(self._counters.array[Counter.ACQUIRES])
+            ranked = policy.victims(owner.take(taken), min(n, len(taken)), self.freq, self.last_use, now)
+            slots += (taken[ranked] + pool.first_slot).tolist()
+        self.next_slots[pool_index] = slots + [_NONE] * (N_NEXT - len(slots)) if policy.is_ranking else _NONE
 
     def _check_slots(self) -> list[str]:
         wrong: list[str] = []
@@ -189,8 +218,3 @@ class ExpertCache:
             if published != _NONE and published != place:
                 wrong.append(f"key {key} is published in slot {published}, but its place is {place}")
         return wrong
-
-    def _check_free(self) -> list[str]:
-        listed = sorted(slot for free in self._free for slot in free)
-        free = np.flatnonzero(self.owner == _NONE).tolist()
-        return [] if listed == free else [f"free slots are {free}, but {listed} are listed"]

@@ -67,6 +67,7 @@ def _oldest(indices: Keys, used: Ints, n: int) -> list[int]:
 
 
 class ByBudget(PoolPolicy):
+    is_ranking = True
     PATIENCE_TOKENS = 32  # divided by the tokens whose experts the pool holds
     HALF_LIFE_TOKENS = 24  # times those
 

@@ -27,6 +27,9 @@ Ints = NDArray[np.int64]
 class Policy(ABC):
     """The choice of victims. What it remembers is by key: who is in the cache, it learns from ``candidates``."""
 
+    is_ranking = False
+    """Whether ``victims`` only ranks: then it may be asked for more than leave, before something is missing."""
+
     def for_pool(self, pool: Pool, n_keys: int) -> Policy:
         """The policy of one pool of slots; ``n_keys``: length of the tables. Itself if it remembers nothing."""
         return self
@@ -36,9 +39,9 @@ class Policy(ABC):
 
     @abstractmethod
     def victims(self, candidates: Keys, n: int, freq: Ints, last_use: Ints, now: int) -> Keys:
-        """Indices into ``candidates`` (keys) of the ``n`` to evict, in any order; n <= len(candidates).
+        """Indices into ``candidates`` (keys) of the ``n`` to evict, the first to go first; n <= len(candidates).
 
-        Experts in use are not among the candidates.
+        Experts in use are not among the candidates, unless it is asked for a ranking.
         """
 
 
@@ -76,14 +79,12 @@ class AgedFrequency:
 
 
 def smallest(n: int, first: NDArray[Any], second: NDArray[Any]) -> Keys:
-    """Indices of the n smallest by (first, second, index), rising, without sorting everything."""
-    if n <= 0 or n >= len(first):
-        return np.arange(len(first) if n > 0 else 0)
+    """Indices of the n smallest by (first, second, index), in this order, without sorting everything."""
+    if n <= 0:
+        return np.arange(0)
+    if n >= len(first):
+        return np.lexsort((second, first))
     limit = np.partition(first, n - 1)[n - 1]
     chosen = np.flatnonzero(first <= limit)
-    if len(chosen) == n:
-        return chosen
-    is_tied = first[chosen] == limit
-    below, tied = chosen[~is_tied], chosen[is_tied]
-    first_tied = tied[np.argsort(second[tied], kind="stable")[: n - len(below)]]
-    return np.sort(np.concatenate((below, first_tied)))
+    order: Keys = chosen[np.lexsort((second[chosen], first[chosen]))[:n]]
+    return order

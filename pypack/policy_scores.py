@@ -25,17 +25,23 @@ __all__ = ["AgedLfu", "FreqAge", "FreqThenRecency", "Lru", "StaticHot", "aging_p
 
 
 class Lru(Policy):
+    is_ranking = True
+
     def victims(self, candidates: Keys, n: int, freq: Ints, last_use: Ints, now: int) -> Keys:
         return smallest(n, last_use.take(candidates), freq.take(candidates))
 
 
 class FreqAge(Policy):
+    is_ranking = True
+
     def victims(self, candidates: Keys, n: int, freq: Ints, last_use: Ints, now: int) -> Keys:
         used = last_use.take(candidates)
         return smallest(n, freq.take(candidates) / (now - used + 1), used)
 
 
 class FreqThenRecency(Policy):
+    is_ranking = True
+
     def victims(self, candidates: Keys, n: int, freq: Ints, last_use: Ints, now: int) -> Keys:
         return smallest(n, freq.take(candidates), last_use.take(candidates))
 
@@ -46,6 +52,8 @@ def aging_period(pool: Pool) -> int:
 
 
 class AgedLfu(PoolPolicy):
+    is_ranking = True
+
     def _start(self, pool: Pool, n_keys: int) -> None:
         self._aged = AgedFrequency(n_keys, aging_period(pool))
 
@@ -56,6 +64,7 @@ class AgedLfu(PoolPolicy):
 class StaticHot(PoolPolicy):
     """After 512 tokens the most used experts are pinned for good, in all slots but an eighth."""
 
+    is_ranking = True
     WARM_TOKENS = 512
 
     def _start(self, pool: Pool, n_keys: int) -> None:

@@ -28,7 +28,7 @@ from pypack.errors import PackError, ReadError, UsageError
 from pypack.layout import ALIGNMENT, Layer, align_up
 from pypack.pack import Extent
 
-__all__ = ["VERIFY_MODES", "OnDone", "ReadablePack", "Reader", "Verify", "check_count"]
+__all__ = ["VERIFY_MODES", "OnDone", "ReadablePack", "Reader", "Verify", "check_count", "check_verify"]
 
 Verify = Literal["first", "off", "every"]
 VERIFY_MODES: tuple[Verify, ...] = ("first", "off", "every")
@@ -98,8 +98,7 @@ class Reader:
         check_count("read_splits", read_splits, 1)
         check_count("stage_slots", stage_slots, 1)
         check_count("retries", retries, 0)
-        if verify not in VERIFY_MODES:
-            raise UsageError(f"verify must be one of {', '.join(VERIFY_MODES)}, not {verify!r}")
+        check_verify(verify)
         self._pack = pack
         self._layers = tuple(pack.layers)
         self._direct_io = direct_io
@@ -325,6 +324,12 @@ def check_count(name: str, value: int, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r}")
     return value
+
+
+def check_verify(value: str) -> None:
+    """Raises :class:`UsageError` if it is no way to verify."""
+    if value not in VERIFY_MODES:
+        raise UsageError(f"verify must be one of {', '.join(VERIFY_MODES)}, not {value!r}")
 
 
 def _cut(extents: Sequence[Extent], n_parts: int) -> Sequence[_Part]:

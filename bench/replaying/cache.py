@@ -1,7 +1,8 @@
 """The expert cache without its reads: the same slots, policies and order as pypack.cache, as fast as numpy allows.
 
-A pool's slots fill from the first one up; a victim's slot is taken by the next missing expert in order, a failed
-read's slot is the next free one. Candidates are listed by slot. So a policy sees what it saw in the run, down to ties.
+Slots are taken from those that were chosen at the pool's fetch before, while enough of them can go; else free ones
+from the first one up, then the policy's victims. Each goes to the next missing expert in order. Candidates are listed
+by slot. So a policy sees what it saw in the run, down to ties.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from bench.replaying.belady import Belady, future_of
 from pypack.budget import Pool
+from pypack.cache import N_NEXT
 from pypack.policy_base import Policy
 from pypack.trace import Trace
 from pypack.trace_format import Kind
@@ -52,8 +54,18 @@ class _Pool:
         self.n_slots = pool.n_slots
         self.policy = policy
         self.owner: NDArray[np.intp] = np.full(pool.n_slots, -1, np.intp)
-        self.free = list(range(pool.n_slots - 1, -1, -1))
-        self.may_go = np.zeros(pool.n_slots, np.bool_)  # holds an expert
+        self.n_free = pool.n_slots
+        self.next_slots = list(range(min(N_NEXT, pool.n_slots))) if policy.is_ranking else []
+
+    def take_next(self, n: int, kept_slots: NDArray[np.intp]) -> NDArray[np.intp] | None:
+        """The first n of the next slots that are not kept, or None."""
+        kept = set(kept_slots.tolist())
+        chosen = [slot for slot in self.next_slots if slot not in kept][:n]
+        return np.array(chosen, np.intp) if len(chosen) == n else None
+
+    def free_slots(self, n: int) -> NDArray[np.intp]:
+        """The first n free ones, at most."""
+        return np.flatnonzero(self.owner < 0)[:n] if self.n_free else np.empty(0, np.intp)
 
 
 class _Cache:
@@ -70,25 +82,43 @@ class _Cache:
 
     def fetch(self, pool: _Pool, missing: NDArray[np.intp], kept_slots: NDArray[np.intp], now: int) -> None:
         """Give each of missing a slot, not one of kept_slots."""
-        pool.policy.coming(missing, self.freq, self.last_use, now)
-        n_victims = len(missing) - len(pool.free)
-        if n_victims <= 0:
-            slots = np.array([pool.free.pop() for _ in range(len(missing))], np.intp)
-        else:
-            pool.may_go[kept_slots] = False
-            candidate_slots = np.flatnonzero(pool.may_go)
-            pool.may_go[kept_slots] = True
-            candidates = pool.owner.take(candidate_slots)
-            chosen = pool.policy.victims(candidates, n_victims, self.freq, self.last_use, now)
-            self.place[candidates[chosen]] = -1
-            slots = candidate_slots[chosen]
-            if pool.free:
-                slots = np.concatenate((np.array(pool.free[::-1], np.intp), slots))
-                pool.free.clear()
-            self.counts.evictions += n_victims
+        slots = pool.take_next(len(missing), kept_slots)
+        if slots is None:
+            slots = self._choose(pool, missing, kept_slots, now)
+        gone = pool.owner[slots]
+        gone = gone[gone >= 0]
+        self.place[gone] = -1
+        self.counts.evictions += len(gone)
+        pool.n_free -= len(missing) - len(gone)
         pool.owner[slots] = missing
-        pool.may_go[slots] = True
         self.place[missing] = slots
+        if pool.policy.is_ranking:
+            self._prepare(pool, missing, now)
+
+    def _choose(
+        self, pool: _Pool, missing: NDArray[np.intp], kept_slots: NDArray[np.intp], now: int
+    ) -> NDArray[np.intp]:
+        slots = pool.free_slots(len(missing))
+        pool.policy.coming(missing, self.freq, self.last_use, now)
+        n_victims = len(missing) - len(slots)
+        if n_victims > 0:
+            may_go = pool.owner >= 0
+            may_go[kept_slots] = False
+            candidates = np.flatnonzero(may_go)
+            chosen = pool.policy.victims(pool.owner.take(candidates), n_victims, self.freq, self.last_use, now)
+            slots = np.concatenate((slots, candidates[chosen]))
+        return slots
+
+    def _prepare(self, pool: _Pool, fetched: NDArray[np.intp], now: int) -> None:
+        pool.policy.coming(fetched, self.freq, self.last_use, now)
+        slots = pool.free_slots(N_NEXT)
+        n = min(N_NEXT, pool.n_slots) - len(slots)
+        if n > 0:
+            taken = np.flatnonzero(pool.owner >= 0) if pool.n_free else np.arange(pool.n_slots)
+            owner = pool.owner.take(taken) if pool.n_free else pool.owner
+            ranked = pool.policy.victims(owner, min(n, len(taken)), self.freq, self.last_use, now)
+            slots = np.concatenate((slots, taken[ranked]))
+        pool.next_slots = slots.tolist()
 
     def fetch_in_passes(self, pool: _Pool, missing: NDArray[np.intp], hits: NDArray[np.intp], now: int) -> None:
         """More experts than slots: as many as fit beside those that are there, then the rest in full passes."""
@@ -102,8 +132,7 @@ class _Cache:
     def read_failed(self, pool: _Pool, key: int) -> None:
         slot = int(self.place[key])
         pool.owner[slot] = self.place[key] = -1
-        pool.may_go[slot] = False
-        pool.free.append(slot)
+        pool.n_free += 1
 
     def count(self, keys: NDArray[np.intp], now: int) -> NDArray[np.bool_]:
         """What native does at an acquire; which keys are there."""

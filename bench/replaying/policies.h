@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define N_NEXT 64 // of pypack.cache
+
 enum policy { LRU, FREQ_AGE, FREQ_RECENCY, AGED_LFU, STATIC_HOT, SLRU, S3_FIFO, ARC, TINY_LFU, BY_BUDGET, BELADY, BELADY_BYPASS };
 
 typedef struct {
@@ -29,6 +31,7 @@ typedef struct {
     pool_spec spec;
     int64_t * owner; // [n_slots] key
     int64_t   n_used;
+    int64_t   next[N_NEXT], n_next; // slots
     double *  base; // aged frequency
     int64_t * seen;
     int64_t   due;
@@ -43,7 +46,7 @@ typedef struct {
     int64_t  n_keys, now;
     int64_t *freq, *last_use, *next_use, *slot, *entered;
     uint8_t *flag, *ghost, *kept, *known; // flag: STATIC_HOT pinned, S3_FIFO main, TINY_LFU window
-    int64_t  n, *candidates, *slots, *chosen, *work;
+    int64_t  n, *candidates, *slots, *chosen, *taken, *work;
     score *  scores;
     counts * out;
 } run;
@@ -66,14 +69,9 @@ static void sift(score * heap, int64_t n, int64_t i) {
     }
 }
 
-static int by_index(const void * a, const void * b) {
-    const int64_t x = ((const score *) a)->index, y = ((const score *) b)->index;
-    return (x > y) - (x < y);
-}
-
 static int by_score(const void * a, const void * b) { return after(*(const score *) a, *(const score *) b) ? 1 : -1; }
 
-// Moves the n smallest scores to the front, in the order of their indices.
+// Moves the n smallest scores to the front, in their order.
 static int64_t smallest(score * scores, int64_t n_scores, int64_t n) {
     if (n <= 0) {
         return 0;
@@ -90,7 +88,7 @@ static int64_t smallest(score * scores, int64_t n_scores, int64_t n) {
         }
         n_scores = n;
     }
-    qsort(scores, (size_t) n_scores, sizeof(score), by_index);
+    qsort(scores, (size_t) n_scores, sizeof(score), by_score);
     return n_scores;
 }
 
@@ -339,6 +337,10 @@ static void tiny_lfu(run * r, pool * p, int64_t n) {
             r->chosen[i] = l < n_leaving ? leaving[l++] : settled[s++];
         }
     }
+}
+
+static bool is_ranking(const pool * p) {
+    return p->spec.policy <= STATIC_HOT || p->spec.policy == BY_BUDGET;
 }
 
 static void choose(run * r, pool * p, int64_t n, const uint8_t * mine) {

@@ -5,37 +5,88 @@
 // Keys are (layer, expert); each belongs to one pool of slots, so what policies remember by key is in one table.
 #include "policies.h"
 
+// Candidates: the experts of the pool, without the kept ones.
+static void list_candidates(run * r, const pool * p, bool with_kept) {
+    r->n = 0;
+    for (int64_t slot = 0; slot < p->n_used; slot++) {
+        if (with_kept || !r->kept[p->owner[slot]]) {
+            r->candidates[r->n] = p->owner[slot];
+            r->slots[r->n++]    = slot;
+        }
+    }
+}
+
+// The first of the next slots that are not kept, to r->taken. False if they are too few.
+static bool take_next(run * r, const pool * p, int64_t n) {
+    int64_t n_taken = 0;
+    for (int64_t i = 0; i < p->n_next && n_taken < n; i++) {
+        if (p->next[i] >= p->n_used || !r->kept[p->owner[p->next[i]]]) {
+            r->taken[n_taken++] = p->next[i];
+        }
+    }
+    return n_taken == n;
+}
+
+// Free slots, then victims, to r->taken.
+static void ask(run * r, pool * p, const int64_t * missing, int64_t n_missing, const uint8_t * mine) {
+    const int64_t n_left = p->spec.n_slots - p->n_used;
+    const int64_t n_free = n_left < n_missing ? n_left : n_missing;
+    for (int64_t i = 0; i < n_free; i++) {
+        r->taken[i] = p->n_used + i;
+    }
+    if (n_free == n_missing) {
+        return;
+    }
+    list_candidates(r, p, false);
+    for (int64_t i = 0; i < n_missing; i++) {
+        r->kept[missing[i]] = 1; // already queued, not there yet
+    }
+    choose(r, p, n_missing - n_free, mine);
+    for (int64_t i = 0; i < n_missing; i++) {
+        r->kept[missing[i]] = 0;
+    }
+    for (int64_t i = n_free; i < n_missing; i++) {
+        r->taken[i] = r->slots[r->chosen[i - n_free]];
+    }
+}
+
+static void prepare(run * r, pool * p, const uint8_t * mine) {
+    const int64_t n_most = p->spec.n_slots < N_NEXT ? p->spec.n_slots : N_NEXT;
+    p->n_next            = 0;
+    for (int64_t slot = p->n_used; slot < p->spec.n_slots && p->n_next < n_most; slot++) {
+        p->next[p->n_next++] = slot;
+    }
+    if (p->n_used > 0 && p->n_next < n_most) {
+        list_candidates(r, p, true);
+        const int64_t n = n_most - p->n_next < r->n ? n_most - p->n_next : r->n;
+        choose(r, p, n, mine);
+        for (int64_t i = 0; i < n; i++) {
+            p->next[p->n_next++] = r->slots[r->chosen[i]];
+        }
+    }
+}
+
 static void fetch(run * r, pool * p, const int64_t * missing, int64_t n_missing, const uint8_t * mine) {
     coming(r, p, missing, n_missing);
-    const int64_t n_free    = p->spec.n_slots - p->n_used;
-    const int64_t n_victims = n_missing - n_free;
-    int64_t       next      = p->n_used;
-    if (n_victims > 0) {
-        r->n = 0;
-        for (int64_t slot = 0; slot < p->n_used; slot++) {
-            if (!r->kept[p->owner[slot]]) {
-                r->candidates[r->n] = p->owner[slot];
-                r->slots[r->n++]    = slot;
-            }
-        }
-        for (int64_t i = 0; i < n_missing; i++) {
-            r->kept[missing[i]] = 1; // already queued, not there yet
-        }
-        choose(r, p, n_victims, mine);
-        for (int64_t i = 0; i < n_missing; i++) {
-            r->kept[missing[i]] = 0;
-        }
-        for (int64_t i = 0; i < n_victims; i++) {
-            r->slot[r->candidates[r->chosen[i]]] = -1;
-        }
-        r->out->evictions += n_victims;
+    if (!is_ranking(p) || !take_next(r, p, n_missing)) {
+        ask(r, p, missing, n_missing, mine);
     }
     for (int64_t i = 0; i < n_missing; i++) {
-        const int64_t slot  = i < n_free ? next++ : r->slots[r->chosen[i - n_free]];
+        const int64_t slot = r->taken[i];
+        if (slot < p->n_used) {
+            r->slot[p->owner[slot]] = -1;
+            r->out->evictions++;
+        }
+    }
+    for (int64_t i = 0; i < n_missing; i++) {
+        const int64_t slot  = r->taken[i];
+        p->n_used           = slot < p->n_used ? p->n_used : slot + 1;
         p->owner[slot]      = missing[i];
         r->slot[missing[i]] = slot;
     }
-    p->n_used = next;
+    if (is_ranking(p)) {
+        prepare(r, p, mine);
+    }
 }
 
 // Keeps the best of what was there and what came.
@@ -116,7 +167,7 @@ static void free_pool(pool * p) {
 void replay(int64_t n_events, int64_t n_keys, const int64_t * start, const int32_t * pool_of, const uint8_t * is_decode,
     const int64_t * keys, const int64_t * future, const int32_t * pool_of_key, int64_t n_pools, const pool_spec * specs,
     counts * out) {
-    const size_t n_tables = 9, n_most = (size_t) (3 * n_keys + 1);
+    const size_t n_tables = 10, n_most = (size_t) (3 * n_keys + 1);
     int64_t *    tables  = calloc(n_tables * n_most, sizeof(int64_t));
     uint8_t *    flags   = calloc(4 * (size_t) (n_keys + 1), 1);
     run          r       = {.n_keys = n_keys,
@@ -129,6 +180,7 @@ void replay(int64_t n_events, int64_t n_keys, const int64_t * start, const int32
                        .slots       = tables + 6 * n_most,
                        .chosen      = tables + 7 * n_most,
                        .work        = tables + 8 * n_most,
+                       .taken       = tables + 9 * n_most,
                        .flag        = flags,
                        .ghost       = flags + n_keys + 1,
                        .kept        = flags + 2 * (n_keys + 1),
@@ -141,6 +193,9 @@ void replay(int64_t n_events, int64_t n_keys, const int64_t * start, const int32
     memset(out, 0, sizeof(*out));
     for (int64_t i = 0; i < n_pools; i++) {
         pools[i] = new_pool(specs[i], n_keys);
+        if (is_ranking(&pools[i])) {
+            prepare(&r, &pools[i], mine);
+        }
     }
     for (int64_t key = 0; key < n_keys; key++) {
         r.slot[key]                           = -1;

@@ -6,7 +6,9 @@
 //   2. llama.cpp loads the model of that file; weights named in a role are claimed, not loaded.
 //   3. Before the first use of a device the store asks open_arena(): the provider decides its size in bytes.
 //   4. A MUL_MAT_ID on a claimed weight looks its experts up in slot_of[]. All there: no callback is made.
-//   5. Else fetch() names the missing experts and the provider picks slots. Native reads the blocks by itself.
+//   5. Else native takes slots for the missing experts from next_slots[], which the provider chose before; if they
+//      don't do, fetch() asks the provider to choose. Native reads the blocks by itself. While it does,
+//      prepare() lets the provider choose the next ones: its time is hidden behind the reads.
 //   6. What native can't read, or reads wrong, it asks the provider to read(): the one with retries and messages.
 //      Such a read ends in expert_store_commit() or expert_store_fail(), from any thread.
 //   7. A slot is published in slot_of[] only after its bytes are in place. A failed read fails the decode.
@@ -23,17 +25,18 @@ extern "C" {
 #define EXPERT_ABI_VERSION 6
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
+#define EXPERT_NEXT_SLOTS 64
 
 // Indices into expert_tables.counters. Those with two writers are added to with expert_count() only.
 enum expert_counter {
     EXPERT_ACQUIRES = 0,   // expert layers looked up (one per layer and batch)
     EXPERT_HITS,           // unique (layer, expert) of an acquire that were in a slot
     EXPERT_MISSES,         // unique (layer, expert) of an acquire that were not
-    EXPERT_EVICTIONS,      // slots taken from an expert that was in it        (written by the provider)
+    EXPERT_EVICTIONS,      // slots taken from an expert that was in it        (written by both)
     EXPERT_LOADS,          // experts brought into a slot and published
     EXPERT_READ_BYTES,     // bytes read from the pack                         (written by both)
     EXPERT_H2D_BYTES,      // bytes copied to a device; 0 where slots are host memory
-    EXPERT_PROVIDER_CALLS, // callbacks made: 0 while everything is resident
+    EXPERT_PROVIDER_CALLS, // fetches, reads and arenas that the provider had to do with: 0 while everything is resident
     EXPERT_WAIT_NS,        // time that computation waited for experts, and for the provider to choose slots
     EXPERT_IO_ERRORS,      // reads that failed or whose checksum was wrong    (written by both)
     EXPERT_IO_RETRIES,     // of these, the ones that were tried again         (written by both)
@@ -76,7 +79,11 @@ typedef struct expert_tables {
     int64_t *      freq;        // [n_keys] acquires that asked for it. Native writes
     int64_t *      last_use;    // [n_keys] number of the last acquire that asked for it. Native writes
     int64_t *      counters;    // [EXPERT_COUNTERS]
+    int32_t *      place;       // [n_keys] slot that holds it or is being filled with it, -1: none. Both write
+    int64_t *      owner;       // [n_slots] key of the expert that has the slot as its place, -1: free. Both write
     int32_t *      layer_slots; // [n_layers] slots that the layer may use. Provider writes in open_arena
+    int32_t *      layer_pool;  // [n_layers] pool that they belong to. Provider writes in open_arena
+    int32_t *      next_slots;  // [n_pools][EXPERT_NEXT_SLOTS] to be taken next, in this order; -1 ends them. Provider writes
     expert_block * blocks;      // [n_keys]
     int32_t        n_reads;     // blocks that native reads at the same time, 1 at least
     int32_t        n_parts;     // that it cuts each of them into at most, 1 at least
@@ -94,10 +101,12 @@ typedef struct expert_provider {
     // device: its ggml name ("CPU", "CUDA0"); free_bytes: memory it has left now, 0 if unknown.
     int (*open_arena)(void * user, const char * device, uint64_t free_bytes, const int32_t * layers, int32_t n_layers);
     // Choose slots for missing[] without touching those of active[] (which includes missing[]), clear slot_of of
-    // what they held and write the slots to slots[n_missing]. n_missing never exceeds what fits beside the rest of
-    // active[].
+    // what they held, set place and owner, and write the slots to slots[n_missing]. n_missing never exceeds what fits
+    // beside the rest of active[].
     int (*fetch)(void * user, int32_t layer, const int32_t * missing, int32_t n_missing, const int32_t * active, int32_t n_active,
         int32_t * slots);
+    // The experts of fetched[] have got slots, and their reads have started: choose next_slots of their pool anew.
+    void (*prepare)(void * user, int32_t layer, const int32_t * fetched, int32_t n_fetched);
     // Start to read a fetched expert into its slot, and return. From any thread. Ends in commit or fail, in any case.
     void (*read)(void * user, int32_t layer, int32_t expert, int32_t slot);
 } expert_provider;

@@ -41,6 +41,38 @@ static void count_wait(expert_store * store, std::chrono::steady_clock::time_poi
         std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
 }
 
+// Gives the missing experts the first of the next slots that can go: that are free, or hold an expert that is not
+// active. False, and nothing is changed, if there are too few.
+static bool take_next_slots(expert_store * store, int32_t layer, const std::vector<int32_t> & missing,
+    const std::vector<int32_t> & active, std::vector<int32_t> & slots) {
+    const expert_tables & tables    = store->tables;
+    const int32_t         first_key = store->layers[layer].first_key;
+    const int32_t * const next      = tables.next_slots + tables.layer_pool[layer] * EXPERT_NEXT_SLOTS;
+    std::vector<int32_t>  chosen;
+    for (int32_t i = 0; i < EXPERT_NEXT_SLOTS && next[i] >= 0 && chosen.size() < missing.size(); i++) {
+        const int64_t key = tables.owner[next[i]];
+        const bool    is_active =
+            std::any_of(active.begin(), active.end(), [&](int32_t expert) { return tables.place[first_key + expert] == next[i]; });
+        if (key < 0 || (tables.slot_of[key] == next[i] && !is_active)) {
+            chosen.push_back(next[i]);
+        }
+    }
+    if (chosen.size() < missing.size()) {
+        return false;
+    }
+    for (size_t i = 0; i < missing.size(); i++) {
+        const int64_t victim = tables.owner[chosen[i]];
+        if (victim >= 0) {
+            tables.slot_of[victim] = tables.place[victim] = -1;
+            expert_count(&tables.counters[EXPERT_EVICTIONS], 1);
+        }
+        tables.owner[chosen[i]]              = first_key + missing[i];
+        tables.place[first_key + missing[i]] = chosen[i];
+    }
+    slots = chosen;
+    return true;
+}
+
 // Starts reads. The provider is called without the lock: it may take long.
 static bool fetch(expert_store * store, std::unique_lock<std::mutex> & lock) {
     expert_op &          op      = store->op;
@@ -65,18 +97,27 @@ static bool fetch(expert_store * store, std::unique_lock<std::mutex> & lock) {
     std::vector<int32_t> slots(missing.size(), -1);
     expert_count(&store->tables.counters[EXPERT_PROVIDER_CALLS], 1);
     const auto start = std::chrono::steady_clock::now();
+    bool       ok    = take_next_slots(store, op.layer, missing, active, slots);
     lock.unlock();
-    const std::vector<expert_loader::load> loads = store->loader.announce(op.layer, missing);
-    bool ok = store->provider.fetch(store->provider.user, op.layer, missing.data(), (int32_t) missing.size(), active.data(),
-                  (int32_t) active.size(), slots.data()) != 0;
-    ok      = ok && *std::min_element(slots.begin(), slots.end()) >= 0;
+    const std::vector<expert_loader::load> loads    = store->loader.announce(op.layer, missing);
+    const expert_provider &                provider = store->provider;
+    if (!ok) {
+        ok = provider.fetch(provider.user, op.layer, missing.data(), (int32_t) missing.size(), active.data(),
+                 (int32_t) active.size(), slots.data()) != 0;
+        ok = ok && *std::min_element(slots.begin(), slots.end()) >= 0;
+    }
     lock.lock();
-    if (ok && store->trace) {                                                     // before a read can fail
+    if (ok && store->trace) { // before a read can fail
         std::rotate(active.begin(), active.end() - missing.size(), active.end()); // the missing ones first
         expert_trace_fetch(*store->trace, op.layer, active, missing.size());
     }
     lock.unlock();
-    ok ? store->loader.place(loads, slots) : store->loader.cancel(loads);
+    if (ok) {
+        store->loader.place(loads, slots);
+        provider.prepare(provider.user, op.layer, missing.data(), (int32_t) missing.size());
+    } else {
+        store->loader.cancel(loads);
+    }
     lock.lock();
     count_wait(store, start);
     if (!ok) { // what was not started will not end

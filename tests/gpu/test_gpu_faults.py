@@ -148,6 +148,7 @@ def test_slots_that_cannot_be_chosen_fail_the_decode(
         evaluate(llm, BATCHES[:n_before])
         assert llm._provider is not None
         monkeypatch.setattr(llm._provider.cache, "fetch", full)
+        llm._provider.cache.next_slots[:] = -1  # or native would not ask
         for _ in range(5):
             assert "no slots today" in decode_error(lambda: evaluate(llm, BATCHES[n_before : n_before + 1]))
         monkeypatch.undo()

@@ -32,6 +32,27 @@ def publish(cache: ExpertCache, slot: int) -> None:
     cache.slot_of[cache.key_of(slot)] = slot
 
 
+def take_next(cache: ExpertCache, layer: Layer, missing: list[int], active: list[int]) -> list[int] | None:
+    """What native does first; None: it must fetch."""
+    in_use = {int(cache.place[layer.first_key + expert]) for expert in active}
+    chosen: list[int] = []
+    for slot in cache.next_slots[cache.layer_pool[layer.index]].tolist():
+        if slot < 0 or len(chosen) == len(missing):
+            break
+        key = int(cache.owner[slot])
+        if key < 0 or (cache.slot_of[key] == slot and slot not in in_use):
+            chosen.append(slot)
+    if len(chosen) < len(missing):
+        return None
+    for slot, expert in zip(chosen, missing, strict=True):
+        if cache.owner[slot] >= 0:
+            cache.slot_of[cache.owner[slot]] = cache.place[cache.owner[slot]] = -1
+            cache._counters.add(Counter.EVICTIONS)
+        cache.owner[slot] = layer.first_key + expert
+        cache.place[layer.first_key + expert] = slot
+    return chosen
+
+
 def small_cache(n_slots: int = 4, n_expert: int = 8) -> tuple[ExpertCache, Counters, Layer]:
     layers, counters = make_layers([(n_expert, 4096)]), Counters()
     cache = ExpertCache(layers, Lru(), counters)
@@ -74,6 +95,11 @@ class CacheMachine(RuleBasedStateMachine):
         n_evictable = sum(slot in pool and key not in kept for slot, key in self.resident.items())
         tables = [t.copy() for t in (self.cache.slot_of, self.cache.place, self.cache.owner)]
 
+        slots = take_next(self.cache, described, missing, experts)
+        if slots is not None:
+            self.n_evicted += sum(slot in self.resident for slot in slots)
+            self.book(layer, missing, slots, kept)
+            return
         if len(missing) > n_free + n_evictable:
             with pytest.raises(BudgetError):
                 self.cache.fetch(layer, missing, experts)
@@ -85,11 +111,15 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(set(slots)) == len(slots) == len(missing)
         victims = [slot for slot in slots if slot in self.resident]
         assert len(victims) == max(0, len(missing) - n_free), "free slots go first"
-        for slot, expert in zip(slots, missing, strict=True):
-            assert slot in pool and slot not in self.loading
-            assert self.resident.pop(slot, None) not in kept
-            self.loading[slot] = described.first_key + expert
         self.n_evicted += len(victims)
+        self.book(layer, missing, slots, kept)
+
+    def book(self, layer: int, missing: list[int], slots: list[int], kept: set[int]) -> None:
+        for slot, expert in zip(slots, missing, strict=True):
+            assert slot in self.pool_slots[layer] and slot not in self.loading
+            assert self.resident.pop(slot, None) not in kept
+            self.loading[slot] = self.layers[layer].first_key + expert
+        self.cache.prepare(layer, missing)
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data(), is_ok=st.booleans())
@@ -121,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.check() == []
         assert {int(s): int(k) for k, s in enumerate(self.cache.slot_of) if s >= 0} == self.resident
         assert {int(s): int(k) for k, s in enumerate(self.cache.place) if s >= 0} == self.resident | self.loading
-        assert {s: int(k) for s, k in enumerate(self.cache.owner) if k >= 0} == self.resident | self.loading
+        assert {s: int(k) for s, k in enumerate(self.cache.owner.tolist()) if k >= 0} == self.resident | self.loading
         assert self.counters.snapshot().evictions == self.n_evicted
 
 
@@ -137,12 +167,17 @@ def test_shared_tables_have_the_shapes_of_the_header() -> None:
         (cache.freq, np.int64, 19),
         (cache.last_use, np.int64, 19),
         (cache.layer_slots, np.int32, 3),
+        (cache.place, np.int32, 19),
+        (cache.owner, np.int64, 19),
+        (cache.layer_pool, np.int32, 3),
     ):
         assert table.dtype == dtype and table.shape == (n,) and table.flags.c_contiguous
-    before = [t.__array_interface__["data"][0] for t in (cache.slot_of, cache.freq, cache.last_use, cache.layer_slots)]
+    shared = ("slot_of", "freq", "last_use", "place", "owner", "layer_slots", "layer_pool", "next_slots")
+    before = [getattr(cache, name).__array_interface__["data"][0] for name in shared]
     cache.add_arena(plan_pools(layers, 5 * 4096 + 3 * 8192, 3))
-    after = [t.__array_interface__["data"][0] for t in (cache.slot_of, cache.freq, cache.last_use, cache.layer_slots)]
+    after = [getattr(cache, name).__array_interface__["data"][0] for name in shared]
     assert before == after, "native keeps pointers to them"
+    assert cache.layer_pool.tolist() == [0, 1, 0]
     assert cache.layer_slots.tolist() == [5, 3, 5]
     assert (cache.slot_of == -1).all()
 
@@ -203,6 +238,29 @@ def test_a_layer_without_slots_and_a_layer_with_two_pools_are_refused() -> None:
     assert cache.n_slots == 4
 
 
+def test_the_next_slots_are_free_ones_then_the_policys_victims_in_its_order() -> None:
+    cache, counters, layer = small_cache(n_slots=5)
+    assert cache.next_slots[0, :6].tolist() == [0, 1, 2, 3, 4, -1]
+    for expert in (0, 1, 2):
+        (slot,) = cache.fetch(0, acquire(cache, counters, layer, [expert]), [expert])
+        publish(cache, slot)
+    acquire(cache, counters, layer, [0])
+    cache.prepare(0, [2])
+    assert cache.next_slots[0, :6].tolist() == [3, 4, 1, 2, 0, -1], "free, then by last use: 1, 2, 0"
+    assert take_next(cache, layer, [5, 6, 7], [5, 6, 7, 1]) == [3, 4, 2], "1 is in use"
+    assert take_next(cache, layer, [3, 4], [3, 4, 1]) is None, "only 0 can go"
+    assert cache.fetch(0, [3], [3, 1]) == [0]
+    assert cache.check() == []
+
+
+def test_a_policy_that_does_not_rank_is_always_asked() -> None:
+    layers = make_layers([(8, 4096)])
+    cache = ExpertCache(layers, make_policy("s3-fifo"), Counters())
+    cache.add_arena(plan_pools(layers, 4 * 4096, 1))
+    cache.prepare(0, [])
+    assert (cache.next_slots == -1).all()
+
+
 def break_owner(cache: ExpertCache) -> None:
     cache.owner[0] = 5
 
@@ -215,11 +273,11 @@ def break_place(cache: ExpertCache) -> None:
     cache.place[1] = -1
 
 
-def free_twice(cache: ExpertCache) -> None:
-    cache._free[0].append(cache._free[0][0])
+def one_owner_twice(cache: ExpertCache) -> None:
+    cache.owner[3] = cache.owner[0]
 
 
-@pytest.mark.parametrize("damage", [break_owner, break_publication, break_place, free_twice])
+@pytest.mark.parametrize("damage", [break_owner, break_publication, break_place, one_owner_twice])
 def test_check_finds_damage(damage: Callable[[ExpertCache], None]) -> None:
     cache, _, _ = small_cache()
     for slot in cache.fetch(0, [0], [0]):

@@ -96,6 +96,9 @@ void expert_loader::cancel(const std::vector<load> & loads) {
 
 // Under the lock. False if only the provider can read it.
 bool expert_loader::start(const load & load) {
+    if (!is_readable(store, *load)) {
+        return false; // it needs no buffer, of which there may be none
+    }
     const expert_block & block   = block_of(store, *load);
     const uint64_t       n_bytes = store->layers[load->layer].block_bytes;
     const bool           hashed  = block.check != 0;
@@ -116,7 +119,7 @@ bool expert_loader::start(const load & load) {
         const bool whole = result == (int64_t) n_bytes;
         end(load, result, whole && (!hashed || memcmp(digest, block.digest, sizeof(block.digest)) == 0));
     };
-    if (read.fd < 0 || !read.dest || !store->readers.start(read)) {
+    if (!read.dest || !store->readers.start(read)) {
         load->buffer = nullptr;
         return false;
     }

@@ -1,0 +1,223 @@
+// Stress of a path that else only a GPU takes: reads that start before their slots are chosen, land in staging memory, and
+// are copied on to a device part by part.
+//
+//   loader_stress FOLDER FIRST_SEED N_STORES       exits with 0 and one line, or with the first thing that was wrong
+//
+// Each seed is a store of its own, with other settings and faults. After each pass every byte of what was handed out is
+// compared, after each round every counter, slot and buffer is looked at. Compiled without access control, for the last.
+#include "stress_fakes.h"
+#include "stress_provider.h"
+
+#include <numeric>
+#include <set>
+
+static int64_t n_rounds = 0, n_experts = 0, n_failed = 0, n_native = 0, n_by_provider = 0;
+
+static void check_bytes(int key, const char * found) {
+    const char * right = &pack[blocks[key].offset];
+    if (memcmp(found, right, bytes_of(key)) != 0) {
+        const ptrdiff_t at = std::mismatch(found, found + bytes_of(key), right).first - found;
+        check(false, "key %d is wrong from byte %td of %llu", key, at, (unsigned long long) bytes_of(key));
+    }
+}
+
+// What this pass hands out is wanted, was not handed out before, and is right.
+static void check_pass(const books & b, int layer, std::vector<char> & wanted) {
+    for (int expert = 0; expert < layers[layer].n_expert; expert++) {
+        const char * data = b.store->op.data[expert];
+        const int    key  = layers[layer].first_key + expert;
+        if (data) {
+            check(wanted[expert], "expert %d is handed out twice, or was never asked for", expert);
+            check(b.slot_of[key] >= 0 && data == b.store->slot_data[b.slot_of[key]], "expert %d is in no slot", expert);
+            check_bytes(key, data);
+            wanted[expert] = 0;
+            n_experts++;
+        }
+    }
+}
+
+// Nothing is under way, and no buffer or slot is lost.
+static void check_quiet(books & b) {
+    expert_loader &             loader = b.store->loader;
+    std::lock_guard<std::mutex> lock(loader.mutex);
+    check(n_preads == 0, "%d reads of the file are under way", n_preads.load());
+    check(loader.n_reading == 0 && loader.waiting.empty(), "%d reads go on, %zu wait", loader.n_reading, loader.waiting.size());
+    for (const auto & buffers : loader.buffers) {
+        const size_t                 n = (size_t) b.store->tables.n_reads;
+        const std::set<const char *> distinct(buffers.second.begin(), buffers.second.end());
+        check(buffers.second.size() == n && distinct.size() == n, "buffers are lost or given back twice");
+    }
+    for (size_t slot = 0; slot < b.holder.size(); slot++) {
+        const int key = b.holder[slot];
+        if (key >= 0) {
+            check(b.slot_of[key] == (int) slot, "slot %zu is lost: key %d is in %d", slot, key, b.slot_of[key]);
+            check(b.given[key] || b.blocks[key].check != 1, "key %d was right and is still to be checked", key);
+        }
+    }
+    for (size_t key = 0; key < blocks.size(); key++) {
+        check(b.never_right[key] ? b.blocks[key].check == b.kind : b.blocks[key].check <= b.kind, "key %zu: check %d", key,
+            b.blocks[key].check);
+        check(b.slot_of[key] < 0 || b.holder[b.slot_of[key]] == (int) key, "key %zu is in a slot that is not its own", key);
+    }
+    for (fake_device * gpu : gpus) {
+        std::lock_guard<std::mutex> lock(gpu->mutex);
+        check(gpu->copies.empty(), "copies go on");
+        gpu->lost = false;
+    }
+}
+
+static void check_counters(const books & b, int64_t bytes, int64_t bytes_min, int64_t bytes_max) {
+    const int64_t    h2d        = h2d_bytes;
+    static const int COUNTERS[] = {EXPERT_ACQUIRES, EXPERT_HITS, EXPERT_MISSES, EXPERT_LOADS, EXPERT_PROVIDER_CALLS,
+        EXPERT_IO_ERRORS, EXPERT_FALLBACKS, EXPERT_FAILURES};
+    for (int i : COUNTERS) {
+        const int64_t expected = i == EXPERT_FALLBACKS && b.store->tables.is_direct ? 0 : b.expected[i];
+        check(b.counters[i] == expected, "counter %d is %lld, not %lld", i, (long long) b.counters[i], (long long) expected);
+    }
+    check(b.counters[EXPERT_IO_RETRIES] == b.counters[EXPERT_IO_ERRORS], "errors that were not tried again");
+    check(b.counters[EXPERT_H2D_BYTES] == h2d, "%lld bytes to the device, not %lld", (long long) b.counters[EXPERT_H2D_BYTES],
+        (long long) h2d);
+    check(bytes >= bytes_min && bytes <= bytes_max, "%lld bytes read, not %lld to %lld", (long long) bytes, (long long) bytes_min,
+        (long long) bytes_max);
+}
+
+static bool run_round(books & b, bool by_layer) {
+    expert_store * const store = b.store;
+    const int            layer = below((int) layers.size());
+    const int            n     = layers[layer].n_expert;
+    std::vector<int32_t> experts(n);
+    std::vector<int64_t> rows(n, 0);
+    std::vector<char>    wanted(n, 0);
+    std::iota(experts.begin(), experts.end(), 0);
+    std::shuffle(experts.begin(), experts.end(), random_bits);
+    experts.resize(1 + below(chance(50) ? n : std::min(n, 5)));
+    b.failed       = false;
+    b.native_bytes = 0;
+    for (int32_t expert : experts) {
+        const bool hit = b.slot_of[layers[layer].first_key + expert] >= 0;
+        rows[expert] = wanted[expert] = 1;
+        b.expected[hit ? EXPERT_HITS : EXPERT_MISSES]++;
+    }
+    b.expected[EXPERT_ACQUIRES]++;
+    const int64_t read_before = b.counters[EXPERT_READ_BYTES];
+    pread_bytes               = 0;
+
+    if (by_layer) {
+        expert_layer_begin(store, layer, experts, (int64_t) experts.size());
+    } else { // passes begin while reads go on
+        expert_op_begin(&store->refs.at(layers[layer].roles[0].tensor), rows.data(), 1, nullptr);
+    }
+    check_pass(b, layer, wanted);
+    while (!store->op.todo.empty()) {
+        expert_store_next_pass(store);
+        check_pass(b, layer, wanted);
+    }
+    check_quiet(b);
+    const bool ok = expert_store_give_back(store);
+    for (std::thread & thread : b.reading) {
+        thread.join();
+    }
+    b.reading.clear();
+
+    check(ok == !b.failed, "the decode %s", ok ? "did not fail" : "failed");
+    check(!ok || std::count(wanted.begin(), wanted.end(), 1) == 0, "experts were not handed out");
+    check(ok || *expert_store_error(store), "a failure without a reason");
+    b.expected[EXPERT_FAILURES] += !ok;
+    const bool    exact = !b.failed && copy_faults != COPY_REFUSED && read_faults != READ_FAILS; // else what counts varies
+    const int64_t bytes = b.counters[EXPERT_READ_BYTES] - read_before;
+    check_counters(b, bytes, exact ? (int64_t) pread_bytes : b.native_bytes, pread_bytes);
+    n_rounds++;
+    n_failed += !ok;
+    return ok;
+}
+
+static void damage(expert_block & block, int fault) {
+    if (fault == BLOCK_NO_FILE) {
+        block.fd = -1;
+    } else if (fault == BLOCK_CLOSED_FILE) {
+        block.fd = 1 << 30;
+    } else if (fault == BLOCK_SHORT_FILE) {
+        block.fd = short_fd;
+    } else if (fault == BLOCK_WRONG_DIGEST) {
+        block.digest[below(16)] ^= 1;
+    }
+}
+
+static void run_store(uint32_t seed, fake_device ** devices) {
+    random_bits.seed(seed);
+    begin_step("seed %u, creation", seed);
+    h2d_bytes = 0;
+    books         b;
+    const int32_t n_reads = chance(50) ? 1 + below(3) : 1 + below(16);
+    const int32_t n_parts = chance(30) ? 1 : 1 + below(64);
+    const int     fault   = seed % 8 < BLOCK_FAULTS ? (int) seed % 8 : BLOCK_RIGHT;
+    for (size_t key = 0; key < blocks.size(); key++) {
+        b.blocks[key].check = b.kind;
+        if (chance(40)) {
+            damage(b.blocks[key], fault);
+            b.never_right[key] = fault != BLOCK_RIGHT && fault != BLOCK_SHORT_FILE;
+        }
+    }
+    const expert_tables   tables   = {b.slot_of.data(), b.freq.data(), b.last_use.data(), b.counters.data(), b.layer_slots.data(),
+            b.blocks.data(), n_reads, n_parts, chance(50)};
+    const expert_provider provider = {EXPERT_ABI_VERSION, sizeof(expert_provider), &b, open_arena, fetch, read};
+    b.store = expert_store_create(pack_path.c_str(), layers.data(), (int32_t) layers.size(), &tables, &provider);
+    check(b.store, "no store: %s", expert_last_error());
+    for (size_t l = 0; l < layers.size(); l++) {
+        b.store->layer_dev[l] = &devices[SHAPES[l].device]->dev;
+    }
+    check(expert_store_trace(b.store, "/dev/null") && expert_store_start(b.store), "no start: %s", expert_last_error());
+    b.store->readers.polling = chance(20);
+
+    bool freed_at_once = false;
+    for (int round = 0; round < 24 && !freed_at_once; round++) {
+        random_bits.seed(seed << 8 | round); // what was drawn during the last one depends on the threads' order
+        const bool by_layer = chance(75);
+        freed_at_once       = chance(15);
+        b.fetch_fault       = chance(60) ? FETCH_RIGHT : below(FETCH_FAULTS);
+        b.provider_fails    = chance(90) ? 0 : 30;
+        copy_faults         = chance(70) ? COPY_RIGHT : below(COPY_FAULTS);
+        read_faults         = chance(70) ? READ_RIGHT : below(b.kind == 2 ? READ_FAULTS : READ_WRONG_BYTES);
+        begin_step("seed %u, round %d (%d reads of %d parts, check %d; faults of blocks %d, fetch %d, copies %d, reads %d; %s)",
+            seed, round, n_reads, n_parts, b.kind, fault, b.fetch_fault, copy_faults.load(), read_faults.load(),
+            by_layer ? "by layer" : "as they come");
+        freed_at_once = !run_round(b, by_layer) && freed_at_once;
+    }
+    for (size_t slot = 0; slot < b.holder.size() && !freed_at_once; slot++) {
+        if (b.holder[slot] >= 0) {
+            check_bytes(b.holder[slot], b.store->slot_data[slot]);
+        }
+    }
+    begin_step("seed %u, end", seed);
+    expert_store_free(b.store);
+    n_native += b.expected[EXPERT_FALLBACKS];
+    n_by_provider += b.expected[EXPERT_LOADS] - b.expected[EXPERT_FALLBACKS];
+}
+
+int main(int argc, char ** argv) {
+    begin_step("the arguments");
+    check(argc == 4, "%s FOLDER FIRST_SEED N_STORES", argv[0]);
+    const int         first = atoi(argv[2]);
+    const int         n     = atoi(argv[3]);
+    std::atomic<bool> done{false};
+    std::thread       watchdog([&] { watch(done); });
+    fetching_thread = std::this_thread::get_id();
+    make_pack(argv[1]);
+    {
+        fake_device   gpu0("GPU0", GGML_BACKEND_DEVICE_TYPE_GPU);
+        fake_device   gpu1("GPU1", GGML_BACKEND_DEVICE_TYPE_GPU);
+        fake_device   cpu("CPU", GGML_BACKEND_DEVICE_TYPE_CPU);
+        fake_device * devices[] = {gpus[0] = &gpu0, gpus[1] = &gpu1, &cpu};
+        for (int seed = first; seed < first + n; seed++) {
+            run_store((uint32_t) seed, devices);
+        }
+    }
+    done = true;
+    watchdog.join();
+    check(n_parts_kept > 0 && n_parts_passed_on > 0 && n_failed > 0, "not all was tried");
+    printf("ok: seeds %d to %d, %lld rounds (%lld failed as they must), %lld experts right; %lld read by native, %lld by the "
+           "provider; %lld parts came before their slot was known, %lld after\n",
+        first, first + n - 1, (long long) n_rounds, (long long) n_failed, (long long) n_experts, (long long) n_native,
+        (long long) n_by_provider, (long long) n_parts_kept.load(), (long long) n_parts_passed_on.load());
+    return 0;
+}

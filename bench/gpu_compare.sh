@@ -92,8 +92,8 @@ k3() {
     bench/fast_drive.sh up "$fast" "${FAST_SIZE:-72G}" || return 1
     if model k3 "$layers" "${K3_SPREAD:-1.0}"; then
         local options=(--cache $((blocks * 11956224)) --ram-cap 3.2% --n-prompt 64 --n-gen "${N_GEN:-32}" --rounds "${ROUNDS:-2}")
-        options+=(--read-splits 1 --stage-slots 16)
-        compare "$fast" k3 zram 110 "${options[@]}"
+        options+=(--stage-slots 16) # as many as a layer uses
+        compare "$fast" k3 zram 170 "${options[@]}"
         to_disk k3 && compare "$disk" k3 disk 330 "${options[@]}" --sides stock-mmap,ours
     fi
     rm -f "$disk"/k3.*

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
@@ -32,6 +33,7 @@ from pypack.reader import Reader
 
 STEP = 7919  # a prime: visits every block once, far from the one before
 ROUND_BYTES = 3_000_000_000  # read in one measurement, at most
+READ_THREADS = 16  # as native
 BURSTS = (1, 2, 3, 4, 6, 8, 12)  # blocks asked for at once, as a layer does
 
 
@@ -77,18 +79,21 @@ def block_facts(pack: Pack) -> tuple[int, int, int]:
     return block_bytes, n_blocks, max(1, min(n_blocks, ROUND_BYTES // block_bytes))
 
 
+def _compiled(name: str, arguments: Sequence[object]) -> list[float]:
+    """The numbers that a C program of this folder prints, one a line."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / name
+        source = Path(__file__).with_name(f"{name}.c")
+        subprocess.run(["cc", "-O2", "-pthread", str(source), "-o", str(program)], check=True)
+        run = subprocess.run([str(program), *map(str, arguments)], check=True, capture_output=True, text=True)
+    return [float(line) for line in run.stdout.split()]
+
+
 def raw_read_rate(pack: Pack, n_threads: int) -> float:
     """Bytes/s of threads that read blocks and do nothing else: raw_read.c, or Python's where there is no compiler."""
     if shutil.which("cc") is None:
         return _threads_rate(pack, n_threads, None)
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "raw_read"
-        source = Path(__file__).with_name("raw_read.c")
-        subprocess.run(["cc", "-O2", "-pthread", str(source), "-o", str(program)], check=True)
-        block_bytes, n_blocks, n_reads = block_facts(pack)
-        numbers = (block_bytes, n_blocks, n_reads, n_threads, STEP)
-        command = [str(program), str(pack.path), *map(str, numbers)]
-        return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return _compiled("raw_read", (pack.path, *block_facts(pack), n_threads, STEP))[0]
 
 
 def raw_read_copy_rate(pack: Pack, n_threads: int) -> float:
@@ -136,7 +141,16 @@ def _threads_rate(pack: Pack, n_threads: int, gpu: Gpu | None) -> float:
 
 
 def burst_seconds(pack: Pack, read_splits: int, stage_slots: int, n_repeats: int = 10) -> dict[int, float]:
-    """Mean seconds until `k` blocks, asked of the pack's reader at once, are all in memory; for several `k`."""
+    """Mean seconds until `k` blocks that are asked for at once are all in memory, for several `k`: raw_burst.c, or the
+    pack's reader where there is no compiler."""
+    if shutil.which("cc") is None:
+        return _reader_burst_seconds(pack, read_splits, stage_slots, n_repeats)
+    block_bytes, n_blocks, _ = block_facts(pack)
+    arguments = (pack.path, block_bytes, n_blocks, READ_THREADS, read_splits, n_repeats, STEP, *BURSTS)
+    return dict(zip(BURSTS, _compiled("raw_burst", arguments), strict=True))
+
+
+def _reader_burst_seconds(pack: Pack, read_splits: int, stage_slots: int, n_repeats: int) -> dict[int, float]:
     keys = [(layer.index, expert) for layer in pack.layers for expert in range(layer.n_expert)]
     order = iter(np.resize(np.random.default_rng(11).permutation(len(keys)), sum(BURSTS) * n_repeats))
     buffers = [aligned_buffer(max(layer.block_bytes for layer in pack.layers)) for _ in range(max(BURSTS))]

@@ -17,7 +17,7 @@
 #include <system_error>
 
 static const uint64_t ALIGNMENT      = 4096;
-static const uint64_t PART_BYTES_MIN = 256 << 10; // smaller ones cost more than their even spread over threads gains
+static const uint64_t PART_BYTES_MIN = 512 << 10; // smaller ones cost more than their even spread over threads gains
 static const size_t   N_THREADS      = 16;        // for reads that wait for a drive
 
 // A fast drive's next reads come sooner than a sleeping thread can be woken.

@@ -46,7 +46,8 @@ class ExpertCache:
         self.place: NDArray[np.int32] = np.full(n_keys, _NONE, np.int32)  # [n_keys] shared
         self.owner: NDArray[np.int64] = np.full(n_keys, _NONE, np.int64)  # [n_slots <= n_keys] shared; key, or -1
         self.layer_pool: NDArray[np.int32] = np.full(len(layers), _NONE, np.int32)  # [n_layers] shared
-        self.next_slots: NDArray[np.int32] = np.full((len(layers), N_NEXT), _NONE, np.int32)  # [n_pools <= n_layers] shared
+        # [n_pools <= n_layers, N_NEXT] shared
+        self.next_slots: NDArray[np.int32] = np.full((len(layers), N_NEXT), _NONE, np.int32)
         self.n_slots = 0
         self._layers = tuple(layers)
         self._policy = policy

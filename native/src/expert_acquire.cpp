@@ -50,9 +50,9 @@ static bool take_next_slots(expert_store * store, int32_t layer, const std::vect
     const int32_t * const next      = tables.next_slots + tables.layer_pool[layer] * EXPERT_NEXT_SLOTS;
     std::vector<int32_t>  chosen;
     for (int32_t i = 0; i < EXPERT_NEXT_SLOTS && next[i] >= 0 && chosen.size() < missing.size(); i++) {
-        const int64_t key = tables.owner[next[i]];
-        const bool    is_active =
-            std::any_of(active.begin(), active.end(), [&](int32_t expert) { return tables.place[first_key + expert] == next[i]; });
+        const int64_t key       = tables.owner[next[i]];
+        const bool    is_active = std::any_of(
+            active.begin(), active.end(), [&](int32_t expert) { return tables.place[first_key + expert] == next[i]; });
         if (key < 0 || (tables.slot_of[key] == next[i] && !is_active)) {
             chosen.push_back(next[i]);
         }
@@ -107,7 +107,7 @@ static bool fetch(expert_store * store, std::unique_lock<std::mutex> & lock) {
         ok = ok && *std::min_element(slots.begin(), slots.end()) >= 0;
     }
     lock.lock();
-    if (ok && store->trace) { // before a read can fail
+    if (ok && store->trace) {                                                     // before a read can fail
         std::rotate(active.begin(), active.end() - missing.size(), active.end()); // the missing ones first
         expert_trace_fetch(*store->trace, op.layer, active, missing.size());
     }

@@ -50,9 +50,9 @@ static bool take_next_slots(expert_store * store, int32_t layer, const std::vect
     const int32_t * const next      = tables.next_slots + tables.layer_pool[layer] * EXPERT_NEXT_SLOTS;
     std::vector<int32_t>  chosen;
     for (int32_t i = 0; i < EXPERT_NEXT_SLOTS && next[i] >= 0 && chosen.size() < missing.size(); i++) {
-        const int64_t key       = tables.owner[next[i]];
-        const bool    is_active = std::any_of(
-            active.begin(), active.end(), [&](int32_t expert) { return tables.place[first_key + expert] == next[i]; });
+        // a failed read's slot may become free just now: the provider sets owner last, and takes no lock of ours
+        const int64_t key       = __atomic_load_n(&tables.owner[next[i]], __ATOMIC_ACQUIRE);
+        const bool    is_active = std::find(active.begin(), active.end(), key - first_key) != active.end();
         if (key < 0 || (tables.slot_of[key] == next[i] && !is_active)) {
             chosen.push_back(next[i]);
         }

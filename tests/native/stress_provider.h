@@ -1,4 +1,7 @@
 // A small pack, and a provider that does the least that the ABI asks for, and that wrongly when it is told to.
+//
+// It keeps books of its own beside the shared tables: what native did to these is looked at as soon as the provider
+// hears of it, and all of them after each round. Which slots native may take next is random.
 #pragma once
 
 #include "expert_store.h"
@@ -9,13 +12,17 @@
 
 #include <fcntl.h>
 
-// ---- the pack
+#include <map>
+#include <numeric>
+
+// ---- the pack: layers of one device whose blocks are as large share a pool, which may be larger than EXPERT_NEXT_SLOTS
 
 static const struct {
     int      n_expert;
     uint64_t block_bytes;
     int      device;
-} SHAPES[] = {{32, 20 << 10, 0}, {12, (1 << 20) + 12288, 1}, {7, (3 << 20) + 4096, 0}, {9, 300 << 10, 2}};
+} SHAPES[] = {{96, 20 << 10, 0}, {12, (1 << 20) + 12288, 1}, {4, (3 << 20) + 4096, 0}, {9, 300 << 10, 2}, {20, 20 << 10, 0},
+    {3, (3 << 20) + 4096, 0}, {7, 300 << 10, 2}};
 
 static std::string               pack_path;
 static std::vector<char>         pack;
@@ -63,13 +70,25 @@ static void make_pack(const std::string & folder) {
 // ---- a provider
 
 enum fetch_fault { FETCH_RIGHT, FETCH_SLOW, FETCH_FAILS, FETCH_NO_SLOT, FETCH_FAULTS };
+enum next_slots { NEXT_AS_BEFORE, NEXT_NONE, NEXT_FEW, NEXT_FETCHED_FIRST, NEXT_RANDOM };
 enum block_fault { BLOCK_RIGHT, BLOCK_NO_FILE, BLOCK_CLOSED_FILE, BLOCK_SHORT_FILE, BLOCK_WRONG_DIGEST, BLOCK_FAULTS };
+
+struct pool {
+    uint64_t block_bytes;
+    int32_t  first;
+    int32_t  n;
+};
+
+static int64_t n_taken   = 0; // slots that native took by itself; both from the fetching thread
+static int64_t n_chosen  = 0; // that it had chosen for it
+static int64_t n_skipped = 0; // that were to be taken next and were not: in use
 
 struct books {
     expert_store *            store  = nullptr;
     std::vector<expert_block> blocks = ::blocks;
-    std::vector<int32_t>      slot_of, layer_slots, first_slot;
-    std::vector<int64_t>      freq, last_use, counters, expected;
+    std::vector<int32_t>      slot_of, place, layer_slots, layer_pool, next_slots;
+    std::vector<int64_t>      owner, freq, last_use, counters, expected;
+    std::vector<pool>         pools;
     const int32_t             kind = below(3); // of check, for all blocks
     std::vector<char>         never_right;     // [key] when native reads it
     std::vector<char *>       host;            // [slot] NULL: on a device
@@ -78,30 +97,73 @@ struct books {
     std::atomic<int> provider_fails = 0;           // percent of its reads
 
     std::mutex               mutex;                // guards what follows, and expected
-    std::vector<int32_t>     holder;               // [slot] key, -1: free
+    std::vector<int32_t>     holder;               // [slot] key, -1: free: what owner must be
+    std::vector<char>        wanted;               // [key] active: this round asks for it, and it was not handed out yet
+    std::map<int, int32_t>   got;                  // slots by key, of the fetch under way: those the provider knows of
+    std::vector<int32_t>     can_go;               // at the first of these: next slots that are not in use, in order
+    bool                     by_fetch = false;     // the provider chose them
     std::vector<char>        given;                // [key] the provider has read it
     bool                     failed       = false; // this round: the decode must fail
     int64_t                  native_bytes = 0;     // of what native brought in, this round
     std::vector<std::thread> reading;
 
     books() :
-        slot_of(blocks.size(), -1), layer_slots(layers.size(), 0), first_slot(layers.size(), 0), freq(blocks.size(), 0),
+        slot_of(blocks.size(), -1), place(blocks.size(), -1), layer_slots(layers.size(), 0), layer_pool(layers.size(), -1),
+        next_slots(layers.size() * EXPERT_NEXT_SLOTS, -1), owner(blocks.size(), -1), freq(blocks.size(), 0),
         last_use(blocks.size(), 0), counters(EXPERT_COUNTERS, 0), expected(EXPERT_COUNTERS, 0), never_right(blocks.size(), 0),
-        given(blocks.size(), 0) {}
+        wanted(blocks.size(), 0), given(blocks.size(), 0) {}
 };
 
+// Any slots of the pool, in any order: also slots of experts that are active, on their way, or just fetched.
+static void choose_next(books & b, int32_t index, const std::vector<int32_t> & fetched) {
+    static const next_slots KINDS[] = {
+        NEXT_AS_BEFORE, NEXT_NONE, NEXT_FEW, NEXT_FETCHED_FIRST, NEXT_RANDOM, NEXT_RANDOM, NEXT_RANDOM};
+    const next_slots kind = KINDS[below(sizeof(KINDS) / sizeof(KINDS[0]))];
+    if (kind == NEXT_AS_BEFORE) {
+        return;
+    }
+    std::vector<int32_t> slots(b.pools[index].n);
+    std::iota(slots.begin(), slots.end(), b.pools[index].first);
+    std::shuffle(slots.begin(), slots.end(), random_bits);
+    if (kind == NEXT_FETCHED_FIRST) {
+        std::stable_partition(slots.begin(), slots.end(),
+            [&](int32_t slot) { return std::find(fetched.begin(), fetched.end(), slot) != fetched.end(); });
+    }
+    const size_t n = kind == NEXT_NONE ? 0 : kind == NEXT_FEW ? below(4) : EXPERT_NEXT_SLOTS;
+    slots.resize(std::min(n, slots.size()));
+    slots.resize(EXPERT_NEXT_SLOTS, -1);
+    std::copy(slots.begin(), slots.end(), &b.next_slots[index * EXPERT_NEXT_SLOTS]);
+}
+
 static int open_arena(void * user, const char * device, uint64_t, const int32_t * on_device, int32_t n_layers) {
-    books &               b     = *(books *) user;
-    const int32_t         first = (int32_t) b.holder.size();
+    books &               b          = *(books *) user;
+    const int32_t         first      = (int32_t) b.holder.size();
+    const size_t          first_pool = b.pools.size();
     std::vector<uint64_t> offsets;
     uint64_t              n_bytes = 0;
-    for (int i = 0; i < n_layers; i++) {
-        const expert_layer & layer  = layers[on_device[i]];
-        b.first_slot[on_device[i]]  = first + (int32_t) offsets.size();
-        b.layer_slots[on_device[i]] = 1 + below(layer.n_expert);
-        for (int s = 0; s < b.layer_slots[on_device[i]]; s++, n_bytes += layer.block_bytes) {
+    for (int i = 0; i < n_layers; i++) { // as many slots as experts, so far
+        const expert_layer & layer = layers[on_device[i]];
+        size_t               index = first_pool;
+        while (index < b.pools.size() && b.pools[index].block_bytes != layer.block_bytes) {
+            index++;
+        }
+        if (index == b.pools.size()) {
+            b.pools.push_back({layer.block_bytes, 0, 0});
+        }
+        b.pools[index].n += layer.n_expert;
+        b.layer_pool[on_device[i]] = (int32_t) index;
+    }
+    for (size_t index = first_pool; index < b.pools.size(); index++) {
+        pool & pool = b.pools[index];
+        pool.first  = first + (int32_t) offsets.size();
+        pool.n      = chance(30) ? pool.n : 1 + below(pool.n);
+        for (int s = 0; s < pool.n; s++, n_bytes += pool.block_bytes) {
             offsets.push_back(n_bytes);
         }
+        choose_next(b, (int32_t) index, {});
+    }
+    for (int i = 0; i < n_layers; i++) {
+        b.layer_slots[on_device[i]] = b.pools[b.layer_pool[on_device[i]]].n;
     }
     void *    host   = nullptr;
     int       pinned = 0;
@@ -122,6 +184,79 @@ static int open_arena(void * user, const char * device, uint64_t, const int32_t 
     return 1;
 }
 
+// ---- what native took: all under the books' mutex
+
+static void see_next(books & b, int32_t layer) {
+    const int32_t * const next = &b.next_slots[b.layer_pool[layer] * EXPERT_NEXT_SLOTS];
+    b.can_go.clear();
+    for (int i = 0; i < EXPERT_NEXT_SLOTS && next[i] >= 0; i++) {
+        if (b.holder[next[i]] < 0 || !b.wanted[b.holder[next[i]]]) {
+            b.can_go.push_back(next[i]);
+        }
+    }
+}
+
+// The expert has got this slot: the provider's own books.
+static void book(books & b, int32_t layer, int32_t expert, int32_t slot) {
+    const pool & pool   = b.pools[b.layer_pool[layer]];
+    const int    key    = layers[layer].first_key + expert;
+    const bool   inside = slot >= pool.first && slot < pool.first + pool.n;
+    check(inside, "expert %d of layer %d has got slot %d, which is not its pool's", expert, layer, slot);
+    const int32_t victim = b.holder[slot];
+    check(victim < 0 || !b.wanted[victim], "slot %d was taken from key %d, which is active, for key %d", slot, victim, key);
+    check(std::find(b.holder.begin(), b.holder.end(), key) == b.holder.end(), "key %d has got a second slot", key);
+    b.holder[slot] = key;
+    b.got[key]     = slot;
+    b.given[key]   = 0;
+    b.native_bytes += (int64_t) layers[layer].block_bytes;
+    b.expected[EXPERT_EVICTIONS] += victim >= 0;
+    b.expected[EXPERT_LOADS]++;
+    b.expected[EXPERT_FALLBACKS]++;
+}
+
+// The provider hears of a slot that it did not choose.
+static void see_taken(books & b, int32_t layer, int32_t expert, int32_t slot) {
+    if (b.got.empty()) {
+        see_next(b, layer);
+    }
+    check(slot >= 0 && (size_t) slot < b.holder.size(), "expert %d has got slot %d", expert, slot);
+    if (b.holder[slot] != layers[layer].first_key + expert) {
+        check(!b.by_fetch, "expert %d got another slot than was chosen for it", expert);
+        book(b, layer, expert, slot);
+    }
+}
+
+static void prepare(void * user, int32_t layer, const int32_t * fetched, int32_t n_fetched) {
+    books & b = *(books *) user;
+    nap(30, 1000);
+    std::lock_guard<std::mutex> lock(b.mutex);
+    b.expected[EXPERT_PROVIDER_CALLS]++;
+    for (int i = 0; i < n_fetched; i++) {
+        const int key = layers[layer].first_key + fetched[i];
+        if (!b.got.count(key)) { // else it may be nowhere again
+            see_taken(b, layer, fetched[i], b.place[key]);
+        }
+    }
+    check((int) b.got.size() == n_fetched, "%zu experts have got slots, not %d", b.got.size(), n_fetched);
+    std::vector<int32_t> slots;
+    for (int i = 0; i < n_fetched; i++) {
+        slots.push_back(b.got.at(layers[layer].first_key + fetched[i]));
+        check(b.by_fetch || b.failed || slots[i] == b.can_go.at(i), "slot %d was taken out of turn", slots[i]);
+    }
+    if (!b.by_fetch) {
+        const int32_t * const next = &b.next_slots[b.layer_pool[layer] * EXPERT_NEXT_SLOTS];
+        const int32_t * const last = std::find(next, next + EXPERT_NEXT_SLOTS, slots.back());
+        check(last < next + EXPERT_NEXT_SLOTS, "slot %d was not to be taken next", slots.back());
+        n_skipped += (last - next) + 1 - n_fetched;
+    }
+    (b.by_fetch ? n_chosen : n_taken) += n_fetched;
+    b.by_fetch = false;
+    b.got.clear();
+    choose_next(b, b.layer_pool[layer], slots);
+}
+
+// ---- callbacks
+
 static int fetch(void * user, int32_t layer, const int32_t * missing, int32_t n_missing, const int32_t * active, int32_t n_active,
     int32_t * slots) {
     books &       b         = *(books *) user;
@@ -132,11 +267,15 @@ static int fetch(void * user, int32_t layer, const int32_t * missing, int32_t n_
         std::this_thread::sleep_for(std::chrono::milliseconds(2 + below(10)));
     }
     std::lock_guard<std::mutex> lock(b.mutex);
-    b.expected[EXPERT_PROVIDER_CALLS]++;
+    check(b.got.empty(), "slots were taken without being told");
+    see_next(b, layer);
+    check(b.failed || b.can_go.size() < (size_t) n_missing, "%zu of the next slots would have done for %d experts",
+        b.can_go.size(), n_missing);
+    const pool &         pool = b.pools[b.layer_pool[layer]];
     std::vector<int32_t> next = b.holder;
     for (int i = 0; i < n_missing; i++) {
         int64_t oldest = INT64_MAX;
-        for (int slot = b.first_slot[layer]; slot < b.first_slot[layer] + b.layer_slots[layer]; slot++) {
+        for (int slot = pool.first; slot < pool.first + pool.n; slot++) {
             const int32_t key  = next[slot];
             const int64_t used = key < 0 ? -1 : b.last_use[key];
             if (used < oldest && std::find(active, active + n_active, key - first_key) == active + n_active) {
@@ -148,6 +287,7 @@ static int fetch(void * user, int32_t layer, const int32_t * missing, int32_t n_
         next[slots[i]] = first_key + missing[i];
     }
     if (b.fetch_fault == FETCH_FAILS || b.fetch_fault == FETCH_NO_SLOT) { // what the chosen slots hold must stay right
+        b.expected[EXPERT_PROVIDER_CALLS]++;
         b.failed                = true;
         slots[below(n_missing)] = b.fetch_fault == FETCH_FAILS ? 0 : -1;
         return b.fetch_fault == FETCH_NO_SLOT;
@@ -155,14 +295,14 @@ static int fetch(void * user, int32_t layer, const int32_t * missing, int32_t n_
     for (int i = 0; i < n_missing; i++) {
         const int32_t victim = b.holder[slots[i]];
         if (victim >= 0) {
-            b.slot_of[victim] = -1;
+            b.slot_of[victim] = b.place[victim] = -1;
+            expert_count(&b.counters[EXPERT_EVICTIONS], 1);
         }
-        b.given[first_key + missing[i]] = 0;
-        b.native_bytes += layers[layer].block_bytes;
-        b.expected[EXPERT_LOADS]++;
-        b.expected[EXPERT_FALLBACKS]++;
+        book(b, layer, missing[i], slots[i]);
+        b.owner[slots[i]]               = first_key + missing[i];
+        b.place[first_key + missing[i]] = slots[i];
     }
-    b.holder = next;
+    b.by_fetch = true;
     return 1;
 }
 
@@ -184,8 +324,12 @@ static void read_now(books & b, int32_t layer, int32_t expert, int32_t slot) {
             b.holder[slot] = -1;
             b.failed       = true;
             b.expected[EXPERT_LOADS]--;
+            __atomic_store_n(&b.place[key], -1, __ATOMIC_RELAXED);
+            nap(50, 300);
+            __atomic_store_n(&b.owner[slot], -1, __ATOMIC_RELEASE); // the last one: native may take it now
         }
     }
+    nap(50, ok ? 1000 : 8000); // native may fetch meanwhile, as long as it does not know
     ok ? expert_store_commit(b.store, layer, expert, slot) : expert_store_fail(b.store, layer, expert, "made to fail");
 }
 
@@ -194,7 +338,7 @@ static void read(void * user, int32_t layer, int32_t expert, int32_t slot) {
     const int key = layers[layer].first_key + expert;
     {
         std::lock_guard<std::mutex> lock(b.mutex);
-        check(slot >= 0 && b.holder[slot] == key, "a read into a slot that was not chosen for it");
+        see_taken(b, layer, expert, slot); // prepare() may come later
         b.native_bytes -= (int64_t) layers[layer].block_bytes;
         b.expected[EXPERT_PROVIDER_CALLS]++;
         b.expected[EXPERT_IO_ERRORS] += b.blocks[key].fd >= 0;

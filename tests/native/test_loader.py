@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
 STRESS = Path(__file__).with_name("loader_stress.cpp")
 OURS = [NATIVE / "src" / f"expert_{name}.cpp" for name in ("store", "acquire", "load", "read", "trace")]
-OPTIONS = ["-std=c++17", "-O1", "-g", "-pthread", "-fno-access-control", "-U_FORTIFY_SOURCE", "-D_GLIBCXX_ASSERTIONS"]
+OPTIONS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fno-access-control", "-U_FORTIFY_SOURCE", "-D_GLIBCXX_ASSERTIONS"]
 # how many stores it makes: about the same time for each
-N_STORES = {"plain": 40, "thread": 12, "address": 30}
+N_STORES = {"plain": 32, "thread": 12, "address": 24}
 # any program will do: some compilers lack the library, some systems the address space
 PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"
 

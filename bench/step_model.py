@@ -1,7 +1,11 @@
 """A model of one decode step: what the drive, the copy to the GPU, computing and the host take.
 
     step = fetches * delivery(blocks per fetch) + computing + host
-    delivery(k) = max(latency + k * read, k * copy) + copy of the last part
+    GPU: delivery(k) = max(latency + k * read, k * copy) + the copies of the last wave
+    CPU: delivery(k) = latency + k * read - computing of the layer's experts that are there
+
+A wave is as many parts as there are reading threads: they end at about the same time, and what is copied then is not
+hidden behind reading. On a CPU resident experts are computed while the others are read.
 
 Every parameter is measured in the run whose rate is predicted, but not from that rate: latency and read are fitted to
 bursts of reads without a model, copy is measured alone, computing is stock's step with all weights in memory, and host
@@ -17,11 +21,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.compare_results import Line, of_kind
+from bench.raw_rate import READ_THREADS
+
+PART_BYTES_MIN = 512 << 10  # of native's reads
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one decode step, by what they are spent on; `copy_s` is what reading does not hide."""
+    """Seconds of one decode step, by what they are spent on; `read_s` is what computing does not hide, `copy_s` what
+    reading does not."""
 
     read_s: float
     copy_s: float
@@ -35,7 +43,10 @@ class Step:
 
 @dataclass(frozen=True)
 class StepModel:
-    """Seconds, but for the counts of one step. `copy_s` is 0 without a GPU; `basis` says where computing is from."""
+    """Seconds, but for the counts of one step. `copy_s` is 0 without a GPU; `basis` says where computing is from.
+
+    `wave_blocks`: blocks whose parts are read at the same time. `overlap_s`: computing that goes on during a fetch.
+    """
 
     latency_s: float
     read_s: float
@@ -44,17 +55,18 @@ class StepModel:
     host_s: float
     fetches: float
     blocks: float
-    read_splits: int
+    wave_blocks: float
     basis: str
+    overlap_s: float = 0.0
 
     def step(self) -> Step:
         if self.fetches == 0:
             return Step(0.0, 0.0, self.compute_s, self.host_s)
         k = self.blocks / self.fetches
         read = self.latency_s + k * self.read_s
-        hidden = max(0.0, k * self.copy_s - read)
-        exposed = hidden + self.copy_s / self.read_splits
-        return Step(self.fetches * read, self.fetches * exposed, self.compute_s, self.host_s)
+        exposed = max(0.0, k * self.copy_s - read) + min(k, self.wave_blocks) * self.copy_s
+        waited = max(0.0, read - self.overlap_s)
+        return Step(self.fetches * waited, self.fetches * exposed, self.compute_s, self.host_s)
 
 
 def fit_bursts(bursts: Sequence[Mapping[str, float]]) -> tuple[float, float]:
@@ -79,6 +91,10 @@ def build(lines: Sequence[Line], everything: Sequence[Line] = ()) -> StepModel |
     if compute_s is None:
         return None
     latency_s, read_s = fit_bursts([line["burst_s"] for line in raw])
+    fetches = sum(part["stats"]["provider_calls"] for part in ours) / n_steps
+    blocks = sum(part["stats"]["loads"] for part in ours) / n_steps
+    n_parts = min(conditions["read_splits"], max(1, conditions["block_bytes"] // PART_BYTES_MIN))
+    share_there = 1 - blocks / fetches / conditions["top_k"] if fetches else 0.0
     copies = [conditions["block_bytes"] / line["copy_bytes_per_s"] for line in raw if "copy_bytes_per_s" in line]
     return StepModel(
         latency_s=latency_s,
@@ -86,10 +102,11 @@ def build(lines: Sequence[Line], everything: Sequence[Line] = ()) -> StepModel |
         copy_s=statistics.median(copies) if copies else 0.0,
         compute_s=compute_s,
         host_s=host_s,
-        fetches=sum(part["stats"]["provider_calls"] for part in ours) / n_steps,
-        blocks=sum(part["stats"]["loads"] for part in ours) / n_steps,
-        read_splits=conditions["read_splits"],
+        fetches=fetches,
+        blocks=blocks,
+        wave_blocks=READ_THREADS / n_parts,
         basis=basis,
+        overlap_s=0.0 if conditions["gpu"] else max(0.0, share_there) * compute_s / conditions["n_layers"],
     )
 
 

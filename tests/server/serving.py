@@ -126,8 +126,17 @@ def launch(
     command = [*program, "--host", "127.0.0.1", "--port", str(port), *arguments]
     with log_path.open("wb") as log:
         return Server(
-            subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env), port, log_path
+            subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env, preexec_fn=_interruptible
+            ),
+            port,
+            log_path,
         )
+
+
+def _interruptible() -> None:
+    """In the child: a shell's background jobs ignore SIGINT, and so would the server that such a test run starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager

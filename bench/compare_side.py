@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -158,8 +157,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
             for i in range(job["n_repeats"])
         ]
     found["samples"] = [run_prompt(side, prompt, steps, n_gen) for prompt, steps in prompts]
-    found["rss_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    found["rss_peak_bytes"] = int(status["VmHWM"].split()[0]) * 1024  # ru_maxrss is at least that of the parent
     found["rss_anonymous_bytes"] = int(status["RssAnon"].split()[0]) * 1024
     side.llm.close()
     return found

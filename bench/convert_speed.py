@@ -62,9 +62,10 @@ def copy_s(model: Path, target: Path, size_bytes: int, jobs: int) -> float:
 def convert_s(model: Path, folder: Path, jobs: int) -> tuple[float, int, int]:
     """Seconds, resident KiB at most, and bytes of the pack."""
     code = (
-        "import resource, sys, time; from pypack.convert import convert\n"
+        "import sys, time; from pypack.convert import convert\n"
         "start = time.perf_counter(); done = convert(sys.argv[1], sys.argv[2], jobs=int(sys.argv[3]))\n"
-        "resident_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
+        "resident_kib = int(status['VmHWM'].split()[0])\n"
         "print(time.perf_counter() - start, resident_kib, done.pack_bytes)"
     )
     command = [sys.executable, "-c", code, str(model), str(folder), str(jobs)]

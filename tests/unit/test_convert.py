@@ -502,10 +502,10 @@ def test_memory_is_bounded_by_pieces(tmp_path: Path) -> None:
         file.write(head)
         file.truncate(-(-len(head) // 32) * 32 + sum(-(-t.size_bytes // 32) * 32 for t in model.tensors))
     script = (
-        "import resource, sys; from pypack.cli import main\n"
+        "import sys; from pypack.cli import main\n"
         "try: main(['convert', sys.argv[1], '--jobs', '6', '--safety-margin-gib', '0'])\n"
-        "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "finally: print(*(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     out = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
-    assert int(out.stdout.split()[-1]) < 512 * 1024
+    assert 65 * 1024 < int(out.stdout.split()[-2]) < 512 * 1024, "unlike ru_maxrss, not that of pytest before"
     assert open_pack(tmp_path / "model.expert-pack").layers[0].block_bytes > 200_000_000

@@ -88,7 +88,7 @@ class Provider:
         self._reader = Reader(
             pack,
             direct_io=direct_io,
-            read_splits=self._n_parts,
+            read_splits=1,  # as many threads: native does the reading that must be fast
             stage_slots=_OWN_READS,
             verify="off" if verify == "off" else "every",  # native, which reads first, knows what was right once
             counters=self.counters,

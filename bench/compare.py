@@ -274,7 +274,7 @@ def say(text: str) -> None:
 @click.option("--threads", type=click.IntRange(1), default=os.cpu_count() or 1, show_default=True)
 @click.option("--ctx", default=1024, show_default=True)
 @click.option("--ubatch", default=512, show_default=True)
-@click.option("--read-splits", default=16, show_default=True)
+@click.option("--read-splits", default=64, show_default=True)
 @click.option("--stage-slots", default=12, show_default=True, help="Reads in flight; also of the raw measurement.")
 @click.option("--read-ahead-kb", default=128, show_default=True)
 @click.option(

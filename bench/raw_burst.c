@@ -1,5 +1,6 @@
 // How long k blocks take that are asked for at once, as a layer does: in parts, by threads that wait for work.
-// cc -O2 -pthread raw_burst.c -o raw_burst;  raw_burst FILE BLOCK_BYTES N_BLOCKS N_THREADS PARTS N_REPEATS STEP K...
+// cc -O2 -pthread raw_burst.c -o raw_burst;  raw_burst FILE BLOCK_BYTES N_BLOCKS N_THREADS PARTS GPU N_REPEATS STEP K...
+// GPU: 1 if what is read leaves the core's cache, as it does where a GPU fetches it next, else 0.
 // Prints one line a K: the mean seconds until all K blocks are in memory, blocks at random, O_DIRECT.
 #define _GNU_SOURCE
 #include <errno.h>
@@ -12,13 +13,14 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_THREADS = 64, MAX_BLOCKS = 64, PAGE = 4096, PART_BYTES_MIN = 512 << 10 };
+enum { MAX_THREADS = 64, MAX_BLOCKS = 64, PAGE = 4096, PART_BYTES_MIN = 256 << 10 };
 
 static int             fd;
 static size_t          block_bytes, part_bytes;
 static long            n_parts; // of a block
 static char *          buffers[MAX_BLOCKS];
 static off_t           offsets[MAX_BLOCKS];
+static int             demoting;
 static pthread_mutex_t mutex  = PTHREAD_MUTEX_INITIALIZER; // guards what follows
 static pthread_cond_t  wanted = PTHREAD_COND_INITIALIZER;
 static pthread_cond_t  ended  = PTHREAD_COND_INITIALIZER;
@@ -33,6 +35,11 @@ static void read_part(long part) {
             fprintf(stderr, "raw_burst: %s\n", n ? strerror(errno) : "end of file");
             exit(1);
         }
+#ifdef __x86_64__
+        for (size_t i = at; demoting && i < at + (size_t) n; i += 64) {
+            __asm__ volatile("cldemote %0" ::"m"(buffers[part / n_parts][i]));
+        }
+#endif
         at += (size_t) n;
     }
 }
@@ -75,11 +82,12 @@ static double burst_s(long k) {
 }
 
 int main(int argc, char ** argv) {
-    if (argc < 9 || (fd = open(argv[1], O_RDONLY | O_DIRECT)) < 0) {
-        fprintf(stderr, "raw_burst FILE BLOCK_BYTES N_BLOCKS N_THREADS PARTS N_REPEATS STEP K...: %s\n", strerror(errno));
+    if (argc < 10 || (fd = open(argv[1], O_RDONLY | O_DIRECT)) < 0) {
+        fprintf(stderr, "raw_burst FILE BLOCK_BYTES N_BLOCKS N_THREADS PARTS GPU N_REPEATS STEP K...: %s\n", strerror(errno));
         return 1;
     }
-    const long n_blocks = atol(argv[3]), n_threads = atol(argv[4]), parts = atol(argv[5]), n_repeats = atol(argv[6]);
+    const long n_blocks = atol(argv[3]), n_threads = atol(argv[4]), parts = atol(argv[5]), n_repeats = atol(argv[7]);
+    demoting    = atoi(argv[6]);
     block_bytes = strtoull(argv[2], NULL, 10);
     part_bytes  = block_bytes / (size_t) (parts > 1 ? parts : 1);
     part_bytes  = part_bytes < PART_BYTES_MIN ? PART_BYTES_MIN : part_bytes;
@@ -94,7 +102,7 @@ int main(int argc, char ** argv) {
         pthread_create(&thread, NULL, run, NULL);
     }
     long number = 0;
-    for (int arg = 8; arg < argc; arg++) {
+    for (int arg = 9; arg < argc; arg++) {
         const long k = atol(argv[arg]);
         if (k < 1 || k > MAX_BLOCKS) {
             return 1;
@@ -102,7 +110,7 @@ int main(int argc, char ** argv) {
         double total_s = 0;
         for (long i = -1; i < n_repeats; i++) { // the first one touches the buffers
             for (long block = 0; block < k; block++) {
-                offsets[block] = (off_t) (number++ * atol(argv[7]) % n_blocks) * (off_t) block_bytes;
+                offsets[block] = (off_t) (number++ * atol(argv[8]) % n_blocks) * (off_t) block_bytes;
             }
             const double s = burst_s(k);
             total_s += i < 0 ? 0 : s;

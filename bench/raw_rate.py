@@ -33,7 +33,7 @@ from pypack.reader import Reader
 
 STEP = 7919  # a prime: visits every block once, far from the one before
 ROUND_BYTES = 3_000_000_000  # read in one measurement, at most
-READ_THREADS = 16  # as native
+PART_BYTES_MIN = 256 << 10  # of native's reads, and raw_burst.c's
 BURSTS = (1, 2, 3, 4, 6, 8, 12)  # blocks asked for at once, as a layer does
 
 
@@ -70,6 +70,18 @@ class Gpu:
         """Returns when the bytes are on the device."""
         address = ctypes.addressof(ctypes.c_uint8.from_buffer(source))
         self._check("cuMemcpyHtoD_v2", ctypes.c_uint64(target), ctypes.c_void_p(address), ctypes.c_size_t(len(source)))
+
+
+def read_threads(gpu: bool) -> int:
+    """As native: for a GPU they poll where cores are plenty, which leaves two of these to others."""
+    n_cores = os.cpu_count() or 1
+    return min(16, n_cores - 2) if gpu and n_cores >= 8 else 16
+
+
+def wave_blocks(pack: Pack, read_splits: int, gpu: bool) -> float:
+    """Blocks whose parts are read at the same time."""
+    block_bytes = block_facts(pack)[0]
+    return read_threads(gpu) / min(read_splits, max(1, block_bytes // PART_BYTES_MIN))
 
 
 def block_facts(pack: Pack) -> tuple[int, int, int]:
@@ -140,13 +152,14 @@ def _threads_rate(pack: Pack, n_threads: int, gpu: Gpu | None) -> float:
     return n_reads * block_bytes / duration_s
 
 
-def burst_seconds(pack: Pack, read_splits: int, stage_slots: int, n_repeats: int = 10) -> dict[int, float]:
+def burst_seconds(pack: Pack, read_splits: int, stage_slots: int, gpu: bool, n_repeats: int = 10) -> dict[int, float]:
     """Mean seconds until `k` blocks that are asked for at once are all in memory, for several `k`: raw_burst.c, or the
     pack's reader where there is no compiler."""
     if shutil.which("cc") is None:
         return _reader_burst_seconds(pack, read_splits, stage_slots, n_repeats)
     block_bytes, n_blocks, _ = block_facts(pack)
-    arguments = (pack.path, block_bytes, n_blocks, READ_THREADS, read_splits, n_repeats, STEP, *BURSTS)
+    sizes = (block_bytes, n_blocks, read_threads(gpu), read_splits, int(gpu))
+    arguments = (pack.path, *sizes, n_repeats, STEP, *BURSTS)
     return dict(zip(BURSTS, _compiled("raw_burst", arguments), strict=True))
 
 
@@ -184,7 +197,9 @@ def measure(pack: Pack, read_splits: int, stage_slots: int, gpu: bool) -> dict[s
         with suppress(OSError):
             found["raw_copy_bytes_per_s"] = raw_read_copy_rate(pack, stage_slots)
             found["copy_bytes_per_s"] = copy_rate(block_facts(pack)[0])
-    found["burst_s"] = {str(k): seconds for k, seconds in burst_seconds(pack, read_splits, stage_slots).items()}
+    bursts = burst_seconds(pack, read_splits, stage_slots, gpu)
+    found["burst_s"] = {str(k): seconds for k, seconds in bursts.items()}
+    found["wave_blocks"] = wave_blocks(pack, read_splits, gpu)
     return found
 
 

@@ -21,9 +21,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.compare_results import Line, of_kind
-from bench.raw_rate import READ_THREADS
-
-PART_BYTES_MIN = 512 << 10  # of native's reads
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,6 @@ def build(lines: Sequence[Line], everything: Sequence[Line] = ()) -> StepModel |
     latency_s, read_s = fit_bursts([line["burst_s"] for line in raw])
     fetches = sum(part["stats"]["provider_calls"] for part in ours) / n_steps
     blocks = sum(part["stats"]["loads"] for part in ours) / n_steps
-    n_parts = min(conditions["read_splits"], max(1, conditions["block_bytes"] // PART_BYTES_MIN))
     share_there = 1 - blocks / fetches / conditions["top_k"] if fetches else 0.0
     copies = [conditions["block_bytes"] / line["copy_bytes_per_s"] for line in raw if "copy_bytes_per_s" in line]
     return StepModel(
@@ -104,7 +100,7 @@ def build(lines: Sequence[Line], everything: Sequence[Line] = ()) -> StepModel |
         host_s=host_s,
         fetches=fetches,
         blocks=blocks,
-        wave_blocks=READ_THREADS / n_parts,
+        wave_blocks=raw[0]["wave_blocks"],
         basis=basis,
         overlap_s=0.0 if conditions["gpu"] else max(0.0, share_there) * compute_s / conditions["n_layers"],
     )

@@ -79,7 +79,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         expert_cache: str | int | float = "auto",
         expert_cache_reserve: str | int | float = "1GiB",
         expert_direct_io: bool = True,
-        expert_read_splits: int = 16,
+        expert_read_splits: int = 64,
         expert_stage_slots: int = 12,
         expert_verify: Verify = "first",
         expert_policy: str = DEFAULT_POLICY,

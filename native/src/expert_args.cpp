@@ -33,7 +33,7 @@ std::vector<common_arg> expert_args() {
         common_arg({"--expert-stage-slots"}, "N", "experts that are read at the same time at most (default: 12)",
             [](common_params &, int value) { expert_flags_get().stage_slots = value; })
             .set_env("LLAMA_ARG_EXPERT_STAGE_SLOTS"),
-        common_arg({"--expert-read-splits"}, "N", "parts that one expert is read in at most, in parallel (default: 16)",
+        common_arg({"--expert-read-splits"}, "N", "parts that one expert is read in at most, in parallel (default: 64)",
             [](common_params &, int value) { expert_flags_get().read_splits = value; })
             .set_env("LLAMA_ARG_EXPERT_READ_SPLITS"),
         common_arg({"--expert-direct-io"}, {"--no-expert-direct-io"},

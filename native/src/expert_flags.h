@@ -13,7 +13,7 @@ struct expert_flags {
     std::string trace;
     std::string stats_interval = "10";
     int         stage_slots    = 12;
-    int         read_splits    = 16;
+    int         read_splits    = 64;
     bool        direct_io      = true;
 };
 

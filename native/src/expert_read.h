@@ -19,7 +19,7 @@ struct expert_read {
     int32_t  n_parts = 1; // at most
     bool     hashed  = false;
 
-    // More bytes are there, from the first one on; false: they could not be passed on. From any thread, one at a time. May
+    // More bytes are there for a device, from the first one on; false: they could not be passed on. From any thread, one at a time. May
     // be empty.
     std::function<bool(const char * bytes, uint64_t n_bytes)> arrived;
     // All has ended. result: bytes there before the first gap, or -errno; -EREMOTEIO if `arrived` failed. digest: the
@@ -40,7 +40,8 @@ public:
     bool start(const expert_read & read);
     // Returns when all reads have ended; none may start any more.
     void stop();
-    // From now on a thread without work looks for it for a while before it sleeps, where there are cores to spare.
+    // From now on a thread without work looks for it for a while before it sleeps, where there are cores to spare and the
+    // drive is so fast that it matters.
     void poll_between_reads();
 
 private:
@@ -56,4 +57,5 @@ private:
     std::atomic<size_t>                            n_queued{0};
     std::atomic<bool>                              stopping{false};
     std::atomic<bool>                              polling{false};
+    std::atomic<bool>                              fast{false}; // the last read was
 };

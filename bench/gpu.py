@@ -187,7 +187,7 @@ def missing(out: Path, model: Path, label: str, share: float, steps: int, splits
             "prompts": [64],
             "n_steps": steps,
             "n_repeats": 1,
-            "n_warm_up": 1,
+            "n_warm_up": 3,  # most experts have been read, and their checksums compared, by then
         }
         found = side({**common, "options": packed})
         stats = found.get("expert_stats", {})

@@ -73,9 +73,9 @@ class Gpu:
 
 
 def read_threads(gpu: bool) -> int:
-    """As native: for a GPU they poll where cores are plenty, which leaves two of these to others."""
+    """As native: for a GPU they poll where cores are plenty, which leaves one of these to the thread that feeds it."""
     n_cores = os.cpu_count() or 1
-    return min(16, n_cores - 2) if gpu and n_cores >= 8 else 16
+    return min(16, n_cores - 1) if gpu and n_cores >= 8 else 16
 
 
 def wave_blocks(pack: Pack, read_splits: int, gpu: bool) -> float:

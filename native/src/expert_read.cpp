@@ -161,8 +161,8 @@ static size_t n_cores() { return std::thread::hardware_concurrency(); }
 bool expert_read_pool::start_threads() {
     std::lock_guard<std::mutex> lock(mutex);
     try {
-        // one that polls keeps a core busy: leave one to the thread that feeds the device, one to the rest
-        const size_t n = polling ? std::min(N_THREADS, std::max<size_t>(n_cores(), 6) - 2) : N_THREADS;
+        // one that polls keeps a core busy: one is left to the thread that feeds the device
+        const size_t n = polling ? std::min(N_THREADS, n_cores() - 1) : N_THREADS;
         while (threads.size() < n) {
             threads.emplace_back([this] { run(); });
         }

@@ -195,6 +195,15 @@ def test_without_references_there_is_no_model() -> None:
     assert step_model.section(lines()) == ""
 
 
+def test_a_file_of_an_older_version_has_no_model() -> None:
+    whole = run_line("ours-all", 0, phase(10, 0.5, 0, **counted(500, 0, 0.1)))
+    found = [*lines(), {"bench": "compare", "comparison": "one", **whole}]
+    assert step_model.section(found) != ""
+    for line in found:
+        line.pop("wave_blocks", None)
+    assert step_model.section(found) == ""
+
+
 def test_extrapolation_takes_the_targets_rates_and_depth() -> None:
     model = step_model.StepModel(0.0005, 0.01, 0.001, 0.02, 0.004, 3, 6, 4, "")
     target = step_model.Target("t", "a", 8, 0.5, 20e6, 1e9, 0.5)

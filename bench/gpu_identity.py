@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,17 +55,19 @@ def small_models(folder: Path, variants: Sequence[str], architectures: Sequence[
     return models
 
 
-def compare(models: dict[str, Path], scratch: Path) -> Iterator[tuple[Case, Run, Run]]:
-    """Runs every model with stock and with its pack at every budget; (case, stock, ours), in no order."""
+def compare(models: dict[str, Path], scratch: Path, **options: Any) -> Iterator[tuple[Case, Run, Run]]:
+    """Runs every model with stock and with its pack at every budget; (case, stock, ours), in no order. Options: Llama's."""
     names = list(models)
     shares = [names[i : i + _MODELS_PER_PROCESS] for i in range(0, len(names), _MODELS_PER_PROCESS)]
     with ThreadPoolExecutor(_N_PROCESSES) as pool:
-        runs = [pool.submit(_compare_share, {name: models[name] for name in share}, scratch) for share in shares]
+        runs = [
+            pool.submit(_compare_share, {name: models[name] for name in share}, scratch, options) for share in shares
+        ]
         for done in as_completed(runs):
             yield from done.result()
 
 
-def _compare_share(models: dict[str, Path], scratch: Path) -> list[tuple[Case, Run, Run]]:
+def _compare_share(models: dict[str, Path], scratch: Path, options: dict[str, Any]) -> list[tuple[Case, Run, Run]]:
     jobs = []
     cases = []
     for name, path in models.items():
@@ -75,7 +78,7 @@ def _compare_share(models: dict[str, Path], scratch: Path) -> list[tuple[Case, R
         least = minimum_budget(pack)
         budgets = {"all": pack.payload_bytes, "half": max(least, pack.payload_bytes // 2), "least": least}
         common = {"model": str(path), "batches": BATCHES, "greedy": N_GREEDY if long_answers(name) else 0}
-        base = {"n_gpu_layers": -1, "n_ctx": 512}
+        base = {"n_gpu_layers": -1, "n_ctx": 512, **options}
         jobs.append({"id": f"{name}.stock", "stock": True, "repack": True, "llama": base, **common})
         for budget, n_bytes in budgets.items():
             packed = {**base, "expert_pack": True, "expert_cache_reserve": 0, "expert_cache": n_bytes}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
-from bridge import interrupts, library
+from bridge import garbage, interrupts, library
 from bridge.model_pack import open_checked, working_set
 from pypack.counters import ExpertStats
 from pypack.errors import DecodeError, UsageError
@@ -129,7 +129,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
             super().__init__(model_path, **llama_kwargs)
             if self._provider is not None:
                 self._watch_decode(self._provider)
-                with interrupts.held_back():
+                with interrupts.held_back(), garbage.held_back():
                     self._provider.start(has_weights=not llama_kwargs.get("vocab_only", False))
                 if expert_stats_path is not None:
                     self._stats_writer = StatsWriter(expert_stats_path, expert_stats_interval, self._provider.stats)
@@ -221,7 +221,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         def watched(batch: Any) -> None:
             n_failures = provider.stats().failures
             try:
-                with interrupts.held_back():
+                with interrupts.held_back(), garbage.held_back():
                     decode(batch)
             except RuntimeError as error:
                 if provider.stats().failures == n_failures:

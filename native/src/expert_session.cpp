@@ -107,11 +107,37 @@ bool expert_session::open(const common_params & params, llama_model_params & mpa
     return true;
 }
 
-static size_t fit_bytes(ggml_backend_dev_t dev) {
+static std::vector<ggml_backend_dev_t> devices_of_type(enum ggml_backend_dev_type type) {
+    std::vector<ggml_backend_dev_t> found;
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        if (ggml_backend_dev_type(ggml_backend_dev_get(i)) == type) {
+            found.push_back(ggml_backend_dev_get(i));
+        }
+    }
+    return found;
+}
+
+// Those that llama.cpp gives layers to, in its order, which is that of the targets.
+static std::vector<ggml_backend_dev_t> model_gpus(const common_params & params) {
+    std::vector<ggml_backend_dev_t> gpus = params.devices; // a null pointer ends them
+    if (gpus.empty()) {
+        gpus = devices_of_type(GGML_BACKEND_DEVICE_TYPE_GPU);
+        gpus = gpus.empty() ? devices_of_type(GGML_BACKEND_DEVICE_TYPE_IGPU) : gpus;
+    }
+    gpus.erase(std::remove(gpus.begin(), gpus.end(), nullptr), gpus.end());
+    if (params.split_mode == LLAMA_SPLIT_MODE_NONE) {
+        const bool any = params.main_gpu >= 0 && (size_t) params.main_gpu < gpus.size();
+        gpus           = any ? std::vector<ggml_backend_dev_t>{gpus[params.main_gpu]} : std::vector<ggml_backend_dev_t>();
+    }
+    return gpus;
+}
+
+// Layers are spread over n devices, and the experts with them.
+static size_t fit_bytes(ggml_backend_dev_t dev, size_t n) {
     size_t free  = 0;
     size_t total = 0;
     ggml_backend_dev_memory(dev, &free, &total);
-    return std::max<size_t>(opened.fit_bytes_min, std::min<size_t>(opened.fit_bytes_max, free / 2));
+    return std::max<size_t>(opened.fit_bytes_min, std::min<size_t>(opened.fit_bytes_max / n, free / 2));
 }
 
 std::vector<size_t> expert_session::fit_target(const common_params & params) const {
@@ -119,15 +145,12 @@ std::vector<size_t> expert_session::fit_target(const common_params & params) con
     if (!is_open || target.empty()) {
         return target;
     }
-    size_t n_gpus = 0;
-    for (size_t i = 0; i < ggml_backend_dev_count() && n_gpus < target.size(); i++) {
-        ggml_backend_dev_t dev = ggml_backend_dev_get(i);
-        if (ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_GPU) {
-            target[n_gpus++] += fit_bytes(dev);
-        }
+    std::vector<ggml_backend_dev_t> devices = model_gpus(params);
+    if (devices.empty()) { // fitting takes the first target for the host then
+        devices = devices_of_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     }
-    if (n_gpus == 0) { // fitting takes the first target for the host then
-        target[0] += fit_bytes(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU));
+    for (size_t i = 0; i < std::min(devices.size(), target.size()); i++) {
+        target[i] += fit_bytes(devices[i], devices.size());
     }
     return target;
 }

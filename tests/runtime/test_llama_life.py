@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from bench.stock import ROOT, environment
+from bridge.provider import Provider
 from llama_expert_pack import Llama
 from pypack.direct_io import pread_into
 from pypack.errors import UsageError
@@ -98,6 +99,36 @@ def test_a_model_that_nobody_holds_is_freed(tmp_path: Path) -> None:
     assert (open_files(), threading.active_count()) == before
     with loaded(path) as again:
         evaluate(again, BATCHES)
+
+
+def test_garbage_is_not_collected_inside_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed_inside: list[bool] = []
+    inside = False
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            freed_inside.append(inside)
+
+    prepare = Provider.prepare
+
+    def prepare_with_garbage(*arguments: Any) -> None:
+        nonlocal inside
+        inside = True
+        Cycle()
+        kept = [[] for _ in range(3 * gc.get_threshold()[0])]  # makes Python collect
+        prepare(*arguments)
+        inside = not kept
+
+    monkeypatch.setattr(Provider, "prepare", prepare_with_garbage)
+    path = variant("type-Q4_K", tmp_path)
+    with loaded(path) as llm:
+        evaluate(llm, BATCHES)
+    gc.collect()
+    assert freed_inside and not any(freed_inside)
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise SystemExit(3)", "del llm; sys.exit(3)", "llm.close()"])

@@ -177,6 +177,7 @@ bool expert_cuda_copy(void * dest, const void * src, size_t n_bytes) {
 
 expert_cuda_state::expert_cuda_state(expert_store * store, int device, char * base) :
     store(store), device(device), base(base), slot_key(store->slot_data.size(), -1) {
+    ggml_cuda_set_device(device);
     const expert_layer & last   = store->layers.back();
     const size_t         n_keys = last.first_key + last.n_expert;
     CUDA_CHECK(cudaMalloc((void **) &offsets, n_keys * sizeof(int64_t)));
@@ -236,6 +237,7 @@ std::vector<expert_update> expert_cuda_state::changes(int32_t layer, const std::
 }
 
 void expert_cuda_state::apply(const std::vector<expert_update> & changed, cudaStream_t stream) {
+    ggml_cuda_set_device(device); // what ran in between may have chosen another
     for (size_t start = 0; start < changed.size(); start += EXPERT_LOOKUP_UPDATES_MAX) {
         const size_t n = std::min<size_t>(changed.size() - start, EXPERT_LOOKUP_UPDATES_MAX);
         // pageable memory: the copy has read it when the call returns
@@ -251,8 +253,7 @@ void expert_cuda_state::rewrite(cudaStream_t stream) {
     slot_key.assign(store->slot_data.size(), -1);
     for (int32_t key = 0; key < last.first_key + last.n_expert; key++) {
         const int32_t slot = store->tables.slot_of[key];
-        const bool    here =
-            slot >= 0 && store->slot_data[slot] >= base && store->slot_data[slot] < base + store->slot_arena[slot]->size;
+        const bool    here = slot >= 0 && store->slot_arena[slot]->base == base;
         all.push_back({key, here, here ? offset_of(slot) : 0});
         if (here) {
             slot_key[slot] = key;

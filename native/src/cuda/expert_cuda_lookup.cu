@@ -4,7 +4,9 @@
 
 #include <algorithm>
 
-static thread_local std::vector<expert_span> looked_up; // spans of the graph that runs
+// Of the graph that runs. Kept, because to look for the state takes a lock whose owner may wait for this graph.
+static thread_local std::vector<expert_span> looked_up;
+static thread_local expert_cuda_state *      looked_up_state;
 
 static volatile int32_t * ids_of(const expert_cuda_state & state, const expert_span & span) {
     return (volatile int32_t *) state.ids + (size_t) span.ref->layer * EXPERT_LOOKUP_IDS_MAX; // the device writes them
@@ -14,7 +16,8 @@ static size_t n_ids_of(const expert_span & span) { return (size_t) (span.ids->ne
 
 void expert_cuda_lookup_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
     looked_up                 = expert_cuda_find_spans(cgraph);
-    expert_cuda_state & state = *expert_cuda_state_of(looked_up.front().ref, ctx.device);
+    looked_up_state           = expert_cuda_state_of(looked_up.front().ref, ctx.device);
+    expert_cuda_state & state = *looked_up_state;
     expert_cuda_take_arena(state, ctx, looked_up.front().ref);
     state.mailbox->abort   = 0;
     state.mailbox->request = 0;
@@ -33,7 +36,7 @@ void expert_cuda_lookup_node(ggml_backend_cuda_context & ctx, const ggml_tensor 
     }
     for (const expert_span & span : looked_up) {
         if (span.ref == ref && span.ids == node->src[2]) {
-            expert_cuda_launch_lookup(*expert_cuda_state_of(ref, ctx.device), ref->layer, span.ids, ctx.stream());
+            expert_cuda_launch_lookup(*looked_up_state, ref->layer, span.ids, ctx.stream());
             return;
         }
     }
@@ -108,7 +111,7 @@ static size_t requested(const expert_mailbox & mailbox, size_t from) {
 
 enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
     GGML_UNUSED(cgraph);
-    expert_cuda_state & state   = *expert_cuda_state_of(looked_up.front().ref, ctx.device);
+    expert_cuda_state & state   = *looked_up_state;
     expert_mailbox &    mailbox = *state.mailbox;
     expert_cuda_mark_use(state, ctx);
 

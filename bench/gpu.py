@@ -169,10 +169,10 @@ def raw_rates(pack: Pack, read_splits: int, stage_slots: int) -> dict[str, Any]:
 @click.option("--label", default="disk", show_default=True)
 @click.option("--share", default=0.5, show_default=True, help="Share of the experts that fits.")
 @click.option("--steps", default=64, show_default=True)
-@click.option("--splits", default="8,16,32", show_default=True, help="Parts of a block, one run each.")
+@click.option("--splits", default="64", show_default=True, help="Parts of a block, one run each.")
 def missing(out: Path, model: Path, label: str, share: float, steps: int, splits: str) -> None:
     pack = open_pack(convert(model).path)
-    raw = raw_rates(pack, 8, 16)
+    raw = raw_rates(pack, 64, 16)
     for n_splits in map(int, splits.split(",")):
         packed = {
             "expert_pack": True,

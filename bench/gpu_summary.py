@@ -82,7 +82,7 @@ def summary(folder: Path) -> dict[str, Any]:
     disk = mean(
         r["delivered_bytes_per_s"] / statistics.fmean(r["raw"]["raw_passes_bytes_per_s"])
         for r in missing
-        if r["drive"] == "disk"
+        if r["drive"] == "disk" and r["delivered_bytes_per_s"]
     )
     fast = mean(r["delivered_over_raw_copy"] for r in missing if r["drive"] == "shm")
 

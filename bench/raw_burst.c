@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_THREADS = 64, MAX_BLOCKS = 64, PAGE = 4096, PART_BYTES_MIN = 256 << 10 };
+enum { MAX_THREADS = 64, MAX_BLOCKS = 64, PAGE = 4096, PART_BYTES_MIN = 512 << 10, COPY_BYTES_MIN = 256 << 10 };
 
 static int             fd;
 static size_t          block_bytes, part_bytes;
@@ -90,7 +90,8 @@ int main(int argc, char ** argv) {
     demoting    = atoi(argv[6]);
     block_bytes = strtoull(argv[2], NULL, 10);
     part_bytes  = block_bytes / (size_t) (parts > 1 ? parts : 1);
-    part_bytes  = part_bytes < PART_BYTES_MIN ? PART_BYTES_MIN : part_bytes;
+    const size_t least = demoting ? COPY_BYTES_MIN : PART_BYTES_MIN;
+    part_bytes         = part_bytes < least ? least : part_bytes;
     part_bytes  = (part_bytes + PAGE - 1) / PAGE * PAGE;
     n_parts     = (long) ((block_bytes + part_bytes - 1) / part_bytes);
     for (int i = 0; i < MAX_BLOCKS; i++) {

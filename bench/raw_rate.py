@@ -33,7 +33,7 @@ from pypack.reader import Reader
 
 STEP = 7919  # a prime: visits every block once, far from the one before
 ROUND_BYTES = 3_000_000_000  # read in one measurement, at most
-PART_BYTES_MIN = 256 << 10  # of native's reads, and raw_burst.c's
+PART_BYTES_MIN, COPY_BYTES_MIN = 512 << 10, 256 << 10  # of native's reads, the latter for a GPU; raw_burst.c's too
 BURSTS = (1, 2, 3, 4, 6, 8, 12)  # blocks asked for at once, as a layer does
 
 
@@ -74,14 +74,14 @@ class Gpu:
 
 def read_threads(gpu: bool) -> int:
     """As native: for a GPU they poll where cores are plenty, which leaves one of these to the thread that feeds it."""
-    n_cores = os.cpu_count() or 1
+    n_cores = len(os.sched_getaffinity(0))
     return min(16, n_cores - 1) if gpu and n_cores >= 8 else 16
 
 
 def wave_blocks(pack: Pack, read_splits: int, gpu: bool) -> float:
     """Blocks whose parts are read at the same time."""
-    block_bytes = block_facts(pack)[0]
-    return read_threads(gpu) / min(read_splits, max(1, block_bytes // PART_BYTES_MIN))
+    n_parts = block_facts(pack)[0] // (COPY_BYTES_MIN if gpu else PART_BYTES_MIN)
+    return read_threads(gpu) / min(read_splits, max(1, n_parts))
 
 
 def block_facts(pack: Pack) -> tuple[int, int, int]:

@@ -9,16 +9,21 @@
 #define XXH_INLINE_ALL
 #include "xxhash/xxhash.h"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdlib>
+#include <fstream>
+#include <string>
 #include <system_error>
 
 static const uint64_t ALIGNMENT      = 4096;
-static const uint64_t PART_BYTES_MIN = 256 << 10; // smaller ones cost more than their copies' early start gains
-static const size_t   N_THREADS      = 16;        // for reads that wait for a drive
+static const uint64_t PART_BYTES_MIN = 512 << 10;
+static const uint64_t COPY_BYTES_MIN = 256 << 10; // of parts that are copied on: their copies start earlier
+static const size_t   N_CORES_MIN    = 8;         // for polling
 
 // Where reads take less than this, being woken for the next one is worth avoiding: threads poll that long for it.
 static const std::chrono::milliseconds POLL(2);
@@ -57,7 +62,8 @@ struct expert_read_parts {
     std::vector<std::atomic<int64_t>> results;       // [n_parts] bytes read, or -errno; RUNNING
     std::atomic<bool>                 seeing{false}; // a thread takes what is there in order, and owns what follows
     std::atomic<size_t>               n_seen{0};     // parts; the others read it
-    int64_t                           error   = 0;
+    int64_t                           error = 0;
+    decltype(now() - now())           took{};      // when all have ended
     uint64_t                          n_there = 0; // bytes before the first gap
     XXH3_state_t                      hash;
 
@@ -86,6 +92,7 @@ struct expert_read_parts {
             const bool done = before < n_parts && n_seen == n_parts;
             seeing          = false;
             if (done) {
+                took = now() - started;
                 end();
                 return true;
             }
@@ -156,14 +163,23 @@ void expert_read_pool::stop() {
     threads.clear();
 }
 
-static size_t n_cores() { return std::thread::hardware_concurrency(); }
+// Cores that this process may keep busy.
+static size_t n_cores() {
+    cpu_set_t     set;
+    double        n = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : std::thread::hardware_concurrency();
+    std::string   quota;
+    double        period = 0;
+    std::ifstream limit("/sys/fs/cgroup/cpu.max"); // of a container: microseconds, or "max"
+    if (limit >> quota >> period && quota != "max" && period > 0) {
+        n = std::min(n, strtod(quota.c_str(), nullptr) / period);
+    }
+    return (size_t) n;
+}
 
 bool expert_read_pool::start_threads() {
     std::lock_guard<std::mutex> lock(mutex);
     try {
-        // one that polls keeps a core busy: one is left to the thread that feeds the device
-        const size_t n = polling ? std::min(N_THREADS, n_cores() - 1) : N_THREADS;
-        while (threads.size() < n) {
+        while (threads.size() < n_threads) {
             threads.emplace_back([this] { run(); });
         }
     } catch (const std::system_error &) { // fewer do as well
@@ -171,7 +187,13 @@ bool expert_read_pool::start_threads() {
     return !threads.empty();
 }
 
-void expert_read_pool::poll_between_reads() { polling = n_cores() >= N_THREADS / 2; }
+void expert_read_pool::poll_between_reads() {
+    const size_t n = n_cores();
+    if (n >= N_CORES_MIN && !polling) {
+        n_threads = std::min<size_t>(N_THREADS, n - 1); // each keeps a core busy: one is left to what feeds the device
+        polling   = true;
+    }
+}
 
 void expert_read_pool::poll() const {
     const auto until = now() + POLL;
@@ -207,14 +229,15 @@ void expert_read_pool::run() {
     while (const auto whole = next_read()) {
         for (size_t i = whole->next++; i < whole->n_parts; i = whole->next++) {
             if (whole->run(i)) {
-                fast = now() - whole->started < POLL;
+                fast = whole->took < POLL;
             }
         }
     }
 }
 
 static uint64_t part_bytes_of(const expert_read & read) {
-    const uint64_t least = std::max(PART_BYTES_MIN, read.n_bytes / (uint64_t) std::max(read.n_parts, 1));
+    const uint64_t least =
+        std::max(read.arrived ? COPY_BYTES_MIN : PART_BYTES_MIN, read.n_bytes / (uint64_t) std::max(read.n_parts, 1));
     return (least + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 }
 

@@ -19,8 +19,8 @@ struct expert_read {
     int32_t  n_parts = 1; // at most
     bool     hashed  = false;
 
-    // More bytes are there for a device, from the first one on; false: they could not be passed on. From any thread, one at a time. May
-    // be empty.
+    // More bytes are there for a device, from the first one on; false: they could not be passed on. From any thread, one at
+    // a time. May be empty.
     std::function<bool(const char * bytes, uint64_t n_bytes)> arrived;
     // All has ended. result: bytes there before the first gap, or -errno; -EREMOTEIO if `arrived` failed. digest: the
     // xxh3_128 of the bytes, big-endian, if hashed and all are there. From any thread, once.
@@ -45,6 +45,8 @@ public:
     void poll_between_reads();
 
 private:
+    static constexpr size_t N_THREADS = 16; // for reads that wait for a drive
+
     bool                               start_threads();
     std::shared_ptr<expert_read_parts> next_read();
     void                               run();
@@ -54,6 +56,7 @@ private:
     std::condition_variable                        wanted;
     std::deque<std::shared_ptr<expert_read_parts>> queue; // reads with parts that nobody has taken yet
     std::vector<std::thread>                       threads;
+    std::atomic<size_t>                            n_threads{N_THREADS};
     std::atomic<size_t>                            n_queued{0};
     std::atomic<bool>                              stopping{false};
     std::atomic<bool>                              polling{false};

@@ -6,13 +6,16 @@ the callback apart between two of its steps, and get lost: an exception cannot p
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found] # what signal wraps: conversions to enums took 20 us a decode
 import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_SIGNALS = (signal.SIGALRM, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+_SIGNALS = tuple(
+    map(int, (signal.SIGALRM, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT))
+)
 
 
 @contextlib.contextmanager
@@ -22,16 +25,20 @@ def held_back() -> Iterator[None]:
         yield  # handlers run on the main thread only
         return
     came: list[tuple[int, Any]] = []
-    handlers: dict[signal.Signals, Callable[[int, Any], Any]] = {}
+    handlers: dict[int, Callable[[int, Any], Any]] = {}
+
+    def keep(number: int, frame: Any) -> None:
+        came.append((number, frame))
+
     try:
         for number in _SIGNALS:
-            handler = signal.getsignal(number)
+            handler = _signal.getsignal(number)
             if callable(handler):
                 handlers[number] = handler
-                signal.signal(number, lambda number, frame: came.append((number, frame)))
+                _signal.signal(number, keep)
         yield
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for came_number, frame in came:
-            handlers[signal.Signals(came_number)](came_number, frame)
+            _signal.signal(number, handler)
+        for number, frame in came:
+            handlers[number](number, frame)

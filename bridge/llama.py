@@ -219,12 +219,12 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         decode = self._ctx.decode
 
         def watched(batch: Any) -> None:
-            n_failures = provider.stats().failures
+            n_failures = provider.n_failures()
             try:
                 with interrupts.held_back(), garbage.held_back():
                     decode(batch)
             except RuntimeError as error:
-                if provider.stats().failures == n_failures:
+                if provider.n_failures() == n_failures:
                     raise
                 raise DecodeError(provider.take_error()) from error
 

@@ -127,6 +127,10 @@ class Provider:
         """The counters now."""
         return self.counters.snapshot()
 
+    def n_failures(self) -> int:
+        """How many computations have failed."""
+        return int(self.counters.array[Counter.FAILURES])
+
     def take_error(self) -> str:
         """Why the last decode failed, one sentence."""
         error, self._error = self._error, None

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 
-from bench.gpu_identity import BUDGETS, Case, compare, small_models
-from tests.compare import Run, differences
+from bench.gpu_identity import BATCHES, BUDGETS, Case, compare, small_models
+from pypack.convert import convert
+from pypack.pack import open_pack
+from tests.compare import Run, differences, minimum_budget, run_jobs
 from tests.models import VARIANTS
 
 TYPES = ["MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS", "NVFP4", "F16", "BF16"]
 NAMES = [f"type-{name}" for name in TYPES] + [
-    "two-groups", "gate-up", "no-gate", "mixed-in-layer", "mixed-between-layers", "expert-biases", "many-experts",
+    "gate-up", "no-gate", "mixed-in-layer", "mixed-between-layers", "expert-biases", "many-experts",
 ]  # fmt: skip
 ARCHITECTURES = ["deepseek4", "kimi-k3", "gpt-oss", "qwen3moe", "glm4moe"]
 
@@ -31,3 +37,24 @@ def test_logits_and_greedy_tokens_are_identical(
     assert differences(stock, ours) == ""
     assert ours.stats["loads"] > 0, "no expert came from the pack"
     assert ours.found["greedy"] == stock.found["greedy"]
+
+
+def test_a_token_that_names_an_expert_twice(tmp_path: Path) -> None:
+    """In small batches as stock; in larger ones stock's kernels count one of the two and compute with what lay in memory."""
+    path = VARIANTS["two-groups"](tmp_path)
+    pack = open_pack(convert(path).path)
+    budgets = {"all": pack.payload_bytes, "least": minimum_budget(pack)}
+    jobs: list[dict[str, Any]] = []
+    for name, batches in (("small", [1, 2, 4, 1, 2, 4, *[1] * 20]), ("mixed", BATCHES)):
+        common = {"model": str(path), "batches": batches, "greedy": 0}
+        llama = {"n_gpu_layers": -1, "n_ctx": 512}
+        jobs.append({"id": f"{name}.stock", "stock": True, "repack": True, "llama": llama, **common})
+        for budget, n_bytes in budgets.items():
+            packed = {**llama, "expert_pack": True, "expert_cache_reserve": 0, "expert_cache": n_bytes}
+            jobs.append({"id": f"{name}.{budget}", "stock": False, "llama": packed, **common})
+    runs = run_jobs(jobs, tmp_path / "logits")
+    for budget in budgets:
+        assert differences(runs["small.stock"], runs[f"small.{budget}"]) == "", budget
+    assert differences(runs["mixed.all"], runs["mixed.least"]) == ""
+    logits = runs["mixed.all"].logits
+    assert logits is not None and np.isfinite(logits).all()

@@ -65,9 +65,13 @@ expert_cuda_mode expert_cuda_mode_of(ggml_backend_cuda_context & ctx, const ggml
     if (spans.empty()) {
         return EXPERT_CUDA_NONE;
     }
+    const expert_ref * opened = nullptr; // the last one whose arena is there: all layers of a store here share one
     for (const expert_span & span : spans) {
-        if (!expert_cuda_state_of(span.ref, ctx.device)) {
-            return EXPERT_CUDA_SEGMENTS; // which reports the error
+        if (!opened || opened->store != span.ref->store) {
+            if (!expert_cuda_state_of(span.ref, ctx.device)) {
+                return EXPERT_CUDA_SEGMENTS; // which reports the error
+            }
+            opened = span.ref;
         }
         const int64_t        n_ids      = span.ids->ne[0] * span.ids->ne[1];
         const expert_store * store      = span.ref->store;

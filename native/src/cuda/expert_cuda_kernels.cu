@@ -20,6 +20,8 @@ static __device__ __forceinline__ uint64_t global_ns() {
 // an id for written when it is no longer EXPERT_ID_NONE.
 static __global__ void expert_lookup(char * ids, int64_t ids_stride, int n_used, int n_ids, int layer, int first_key,
     int n_expert, int64_t * offsets, uint8_t * resident, uint32_t * sequence, int32_t * ids_host, expert_mailbox * mailbox) {
+    ggml_cuda_pdl_lc(); // what comes next may be set up meanwhile; it waits for this kernel's end before it reads
+    ggml_cuda_pdl_sync();
     bool missing = false;
     for (int i = threadIdx.x; i < n_ids; i += blockDim.x) {
         const int id = *(const int32_t *) (ids + (i / n_used) * ids_stride + (i % n_used) * sizeof(int32_t));
@@ -126,10 +128,10 @@ void expert_cuda_launch_lookup(const expert_cuda_state & state, int32_t layer, c
     const int            n_used    = (int) ids->ne[0];
     const int            n_ids     = (int) (ids->ne[0] * ids->ne[1]);
     const expert_layer & described = state.store->layers[layer];
-    expert_lookup<<<1, n_ids <= 32 ? 32 : 256, 0, stream>>>((char *) ids->data, ids->nb[1], n_used, n_ids, layer,
+    const ggml_cuda_kernel_launch_params params = {dim3(1), dim3(n_ids <= 32 ? 32 : 256), 0, stream};
+    ggml_cuda_kernel_launch(expert_lookup, params, (char *) ids->data, (int64_t) ids->nb[1], n_used, n_ids, layer,
         described.first_key, described.n_expert, state.offsets, state.resident, state.sequence,
         state.ids + (size_t) layer * EXPERT_LOOKUP_IDS_MAX, state.mailbox);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 void expert_cuda_launch_keep_rows(

@@ -2,26 +2,25 @@
 
     python -m bench.gpu identity OUT.jsonl --models DIR     logits of small models, packed against stock, all on the GPU
     python -m bench.gpu resident OUT.jsonl --models DIR     speed with every expert resident, and without a pack
+    python -m bench.gpu missing OUT.jsonl MODEL             delivery of missing experts beside the drive's raw rate
 
 Stock is found as bench.stock says, or in the folder EXPERT_PACK_STOCK_LIB names.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from bench.banner import banner
+from bench.gpu_speed import in_process
 from bench.make_model import make_model
-from bench.stock import ROOT, environment, llama_class
+from bench.stock import ROOT
 from pypack.convert import convert
 from pypack.errors import UsageError
 from pypack.pack import Pack, open_pack
@@ -39,83 +38,6 @@ RESIDENT_MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Prefill and decode tokens/s of one side, straight through llama_decode: median of repeats."""
-    llama = llama_class(job["stock"], repack=True)  # ours must be the first to import llama_cpp
-    import llama_cpp
-
-    start = time.perf_counter()
-    llm = llama(
-        job["model"],
-        n_ctx=job.get("n_ctx", 4096),
-        n_batch=2048,
-        n_ubatch=job.get("n_ubatch", 2048),
-        n_gpu_layers=-1,
-        verbose=False,
-        **job["options"],
-    )
-    loaded_s = time.perf_counter() - start
-    memory = llama_cpp.llama_get_memory(llm._ctx.ctx)
-    rng = np.random.default_rng(1)
-    n_vocab = llm.n_vocab()
-
-    def run(tokens: list[int], n_past: int) -> None:
-        llm._batch.set_batch(batch=tokens, n_past=n_past, logits_all=False)
-        llm._ctx.decode(llm._batch)
-        llama_cpp.llama_synchronize(llm._ctx.ctx)
-
-    def last_logits() -> str:
-        logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(n_vocab,))
-        return hashlib.sha256(logits.tobytes()).hexdigest()[:16]
-
-    def timed(n_prompt: int, n_steps: int) -> tuple[float, float]:
-        llama_cpp.llama_memory_clear(memory, True)
-        prompt = rng.integers(0, n_vocab, n_prompt).tolist()
-        steps = rng.integers(0, n_vocab, n_steps + 4).tolist()
-        start = time.perf_counter()
-        run(prompt, 0)
-        prefill_s = time.perf_counter() - start
-        digests.append(last_logits())
-        for i, token in enumerate(steps[:4]):  # captured graphs are ready after these
-            run([token], n_prompt + i)
-        start = time.perf_counter()
-        for i, token in enumerate(steps[4:], 4):
-            run([token], n_prompt + i)
-        decode_s = max(time.perf_counter() - start, 1e-9)
-        digests.append(last_logits())
-        return n_prompt / prefill_s, n_steps / decode_s
-
-    digests: list[str] = []  # of the last logits after each prefill and each run of steps: the same on every side
-    found: dict[str, Any] = {"load_s": loaded_s}
-    for _ in range(job.get("n_warm_up", 2)):
-        timed(512, 16)
-    before = llm.expert_stats() if job["options"].get("expert_pack") else None
-    for n_prompt in job["prompts"]:
-        samples = [timed(n_prompt, job["n_steps"]) for _ in range(job["n_repeats"])]
-        found[f"prefill{n_prompt}_tokens_per_s"] = float(np.median([s[0] for s in samples]))
-        found[f"decode_after{n_prompt}_tokens_per_s"] = float(np.median([s[1] for s in samples]))
-    if before is not None:
-        found["expert_stats"] = llm.expert_stats().since(before).to_dict()
-    found["logits_digests"] = digests
-    llm.close()
-    return found
-
-
-def side(job: dict[str, Any]) -> dict[str, Any]:
-    """Measures in a process of its own."""
-    run = subprocess.run(
-        [sys.executable, "-m", "bench.gpu", "job", json.dumps(job)],
-        env=environment(job["stock"]),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if run.returncode != 0:
-        return {"error": f"exit status {run.returncode}: {(run.stderr or run.stdout)[-600:]}"}
-    return json.loads(run.stdout.splitlines()[-1])  # type: ignore[no-any-return]
-
-
 def write(out: Path, record: dict[str, Any]) -> None:
     print(json.dumps(record), flush=True)
     with out.open("a") as file:
@@ -125,12 +47,6 @@ def write(out: Path, record: dict[str, Any]) -> None:
 @click.group(help=(__doc__ or "").split("\n", maxsplit=1)[0])
 def main() -> None:
     pass
-
-
-@main.command(hidden=True)
-@click.argument("text")
-def job(text: str) -> None:
-    print(json.dumps(measure(json.loads(text))))
 
 
 @main.command(help="Speed with every expert resident, against stock; and of the patched library without a pack.")
@@ -150,8 +66,10 @@ def resident(out: Path, models: Path, rounds: int) -> None:
         packed = {"expert_pack": True, "expert_cache": cache, "expert_cache_reserve": 0}
         for round_ in range(rounds):
             for kind, stock, options in (("stock", True, {}), ("no-pack", False, {}), ("packed", False, packed)):
-                found = side({**common, "stock": stock, "options": options})
+                found = in_process({**common, "stock": stock, "options": options})
                 write(out, {"benchmark": "resident", "model": name, "side": kind, "round": round_, **found})
+        found = in_process({**common, "stock": False, "options": packed}, "measure_in_turn")
+        write(out, {"benchmark": "resident-in-turn", "model": name, "n_layers": sizes["n_layer"], **found})
 
 
 def raw_rates(pack: Pack, read_splits: int, stage_slots: int) -> dict[str, Any]:
@@ -189,7 +107,7 @@ def missing(out: Path, model: Path, label: str, share: float, steps: int, splits
             "n_repeats": 1,
             "n_warm_up": 3,  # most experts have been read, and their checksums compared, by then
         }
-        found = side({**common, "options": packed})
+        found = in_process({**common, "options": packed})
         stats = found.get("expert_stats", {})
         delivered = stats["read_bytes"] / stats["wait_s"] if stats.get("wait_s") else None
         record = {"benchmark": "missing", "model": model.stem, "drive": label, "share": share, "read_splits": n_splits}

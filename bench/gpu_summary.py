@@ -46,10 +46,16 @@ def over_stock(records: Records, model: str, side: str, rates: tuple[str, ...]) 
     samples: dict[tuple[int, int], dict[str, Any]] = {}
     for record in records:
         run += record["benchmark"] == "banner"
-        if record.get("model") == model and record["side"] in ("stock", side):
+        if record["benchmark"] == "resident" and record["model"] == model and record["side"] in ("stock", side):
             samples.setdefault((run, record["round"]), {})[record["side"]] = record
     pairs = [(pair["stock"], pair[side]) for pair in samples.values() if "stock" in pair and side in pair]
     return mean(ours[rate] / stock[rate] for stock, ours in pairs for rate in rates if rate in ours and rate in stock)
+
+
+def in_turn(records: Records, model: str, phase: str) -> float | None:
+    """With all experts in VRAM over without a pack, both in one process."""
+    found = [r for r in records if r["benchmark"] == "resident-in-turn" and r["model"] == model]
+    return mean(r.get(f"{phase}_ratio") for r in found)
 
 
 def compared(records: Records, label: str, phase: str) -> dict[str, float | None]:
@@ -97,6 +103,8 @@ def summary(folder: Path) -> dict[str, Any]:
         "decode_resident_ratio": over_stock(resident, LARGE, "packed", decode),
         "decode_resident_small_experts_ratio": over_stock(resident, SMALL, "packed", decode),
         "prefill512_resident_ratio": over_stock(resident, LARGE, "packed", ("prefill512_tokens_per_s",)),
+        "prefill2048_resident_ratio": over_stock(resident, LARGE, "packed", ("prefill2048_tokens_per_s",)),
+        "decode_resident_in_turn_ratio": [in_turn(resident, model, "step_after512") for model in (LARGE, SMALL)],
         "delivered_over_raw_disk": disk,
         "delivered_over_raw_fast": fast,
         "decode_over_stock_disk": compared(comparison, "disk", "decode")["over_stock"],

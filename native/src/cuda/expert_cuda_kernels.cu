@@ -125,10 +125,10 @@ void expert_cuda_sort_ids(const int32_t * ids, int32_t * ids_src1, int32_t * ids
 }
 
 void expert_cuda_launch_lookup(const expert_cuda_state & state, int32_t layer, const ggml_tensor * ids, cudaStream_t stream) {
-    const int            n_used    = (int) ids->ne[0];
-    const int            n_ids     = (int) (ids->ne[0] * ids->ne[1]);
-    const expert_layer & described = state.store->layers[layer];
-    const ggml_cuda_kernel_launch_params params = {dim3(1), dim3(n_ids <= 32 ? 32 : 256), 0, stream};
+    const int                            n_used    = (int) ids->ne[0];
+    const int                            n_ids     = (int) (ids->ne[0] * ids->ne[1]);
+    const expert_layer &                 described = state.store->layers[layer];
+    const ggml_cuda_kernel_launch_params params    = {dim3(1), dim3(n_ids <= 32 ? 32 : 256), 0, stream};
     ggml_cuda_kernel_launch(expert_lookup, params, (char *) ids->data, (int64_t) ids->nb[1], n_used, n_ids, layer,
         described.first_key, described.n_expert, state.offsets, state.resident, state.sequence,
         state.ids + (size_t) layer * EXPERT_LOOKUP_IDS_MAX, state.mailbox);

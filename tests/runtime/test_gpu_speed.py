@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.gpu_speed import in_process
-from pypack.convert import convert
-from pypack.pack import open_pack
+from pypack.pack import find_pack, open_pack
 from tests.runtime.packed import variant
 
 
 def test_a_model_without_and_with_its_pack_in_turn(tmp_path: Path) -> None:
     path = variant("type-Q8_0", tmp_path)
-    pack = open_pack(convert(path).path)
+    pack = open_pack(find_pack(path))
     packed = {"expert_pack": True, "expert_cache": pack.payload_bytes}
     job = {"model": str(path), "stock": False, "options": packed, "n_ctx": 128, "n_ubatch": 64}
     found = in_process({**job, "prompts": [32, 64], "n_steps": 4, "n_repeats": 3}, "measure_in_turn")
@@ -26,7 +25,6 @@ def test_a_model_without_and_with_its_pack_in_turn(tmp_path: Path) -> None:
 
 def test_one_side_says_what_its_cache_did(tmp_path: Path) -> None:
     path = variant("many-experts", tmp_path)
-    convert(path)
     job = {
         "model": str(path),
         "n_ctx": 128,

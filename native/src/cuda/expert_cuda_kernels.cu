@@ -20,7 +20,8 @@ static __device__ __forceinline__ uint64_t global_ns() {
 // an id for written when it is no longer EXPERT_ID_NONE.
 static __global__ void expert_lookup(char * ids, int64_t ids_stride, int n_used, int n_ids, int layer, int first_key,
     int n_expert, int64_t * offsets, uint8_t * resident, uint32_t * sequence, int32_t * ids_host, expert_mailbox * mailbox) {
-    ggml_cuda_pdl_lc(); // what comes next may be set up meanwhile; it waits for this kernel's end before it reads
+    // All kernels before this one have ended when this returns, so that a slot whose expert one of them read may be taken:
+    // each of upstream's that may start early has a thread that waits for its predecessor's end.
     ggml_cuda_pdl_sync();
     bool missing = false;
     for (int i = threadIdx.x; i < n_ids; i += blockDim.x) {
@@ -29,6 +30,7 @@ static __global__ void expert_lookup(char * ids, int64_t ids_stride, int n_used,
         missing |= id < 0 || id >= n_expert || !resident[first_key + id];
     }
     if (!__syncthreads_or(missing)) {
+        ggml_cuda_pdl_lc(); // not before: blocks of the next kernels would fill the GPU while this one waits for a disk
         return;
     }
     __threadfence_system();

@@ -46,18 +46,17 @@ def test_a_message_is_answered_from_the_pack(model: Path, quarter: list[str], tm
             pytest.skip("this build has no web page: Node or npm was not there when it was built")
         page = browser.new_page()
         page.set_default_timeout(ANSWER_TIMEOUT_MS)
-        seen: list[Any] = []
-        page.on("response", lambda reply: seen.append(reply) if reply.url.endswith("/chat/completions") else None)
         page.goto(server.url)
         box = page.get_by_role("textbox").first
         box.fill("Hello there")
-        box.press("Enter")
+        with page.expect_response(lambda reply: reply.url.endswith("/chat/completions")) as reply:
+            box.press("Enter")
 
         page.get_by_label("User message with actions").get_by_text("Hello there").wait_for()
         answer = page.get_by_label("Assistant message with actions")
         answer.get_by_role("button", name="Copy").first.wait_for()  # shown when the answer is complete
-        events = seen[0].text()
-        assert seen[0].headers["content-type"].startswith("text/event-stream")
+        events = reply.value.text()
+        assert reply.value.headers["content-type"].startswith("text/event-stream")
         assert events.count("data: ") > N_PREDICT // 2
         assert len(answer.inner_text()) > N_PREDICT // 2
         assert server.counter("misses_total") > 0

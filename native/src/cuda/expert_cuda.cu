@@ -4,8 +4,14 @@
 
 #include <algorithm>
 
-std::vector<expert_span> expert_cuda_find_spans(const ggml_cgraph * cgraph) {
-    std::vector<expert_span> spans;
+const std::vector<expert_span> & expert_cuda_find_spans(const ggml_cgraph * cgraph) {
+    static thread_local uint64_t                 uid; // of the graph that the spans are of: the same in each decode step
+    static thread_local std::vector<expert_span> spans;
+    if (cgraph->uid != 0 && cgraph->uid == uid) {
+        return spans;
+    }
+    uid = 0;
+    spans.clear();
     for (int i = 0; i < cgraph->n_nodes; i++) {
         const ggml_tensor * node = cgraph->nodes[i];
         if (node->op != GGML_OP_MUL_MAT_ID || ggml_is_empty(node) || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) {
@@ -21,6 +27,7 @@ std::vector<expert_span> expert_cuda_find_spans(const ggml_cgraph * cgraph) {
             spans.push_back({ref, node->src[2], i, i});
         }
     }
+    uid = cgraph->uid;
     return spans;
 }
 
@@ -61,7 +68,7 @@ expert_cuda_mode expert_cuda_mode_of(ggml_backend_cuda_context & ctx, const ggml
     if (expert_cuda_in_segments()) {
         return EXPERT_CUDA_NONE;
     }
-    const std::vector<expert_span> spans = expert_cuda_find_spans(cgraph);
+    const std::vector<expert_span> & spans = expert_cuda_find_spans(cgraph);
     if (spans.empty()) {
         return EXPERT_CUDA_NONE;
     }

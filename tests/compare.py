@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,14 @@ class Run:
         return self.found["expert_stats"]  # type: ignore[no-any-return]
 
 
-def run_jobs(jobs: list[dict[str, Any]], folder: Path) -> dict[str, Run]:
-    """Runs all jobs, those of stock in one process, ours in another; a job that kills its process has an error."""
+def run_jobs(jobs: list[dict[str, Any]], folder: Path, under: Sequence[str] = ()) -> dict[str, Run]:
+    """Runs all jobs, those of stock in one process, ours in another; a job that kills its process has an error.
+
+    under: a command that the processes run under, such as a memory checker with its options.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for stock in (True, False):
-        run_share([job for job in jobs if job["stock"] == stock], folder)
+        run_share([job for job in jobs if job["stock"] == stock], folder, under)
     runs = {}
     for job in jobs:
         logits = folder / f"{job['id']}.npy"
@@ -51,18 +55,18 @@ def run_jobs(jobs: list[dict[str, Any]], folder: Path) -> dict[str, Run]:
     return runs
 
 
-def run_share(jobs: list[dict[str, Any]], folder: Path) -> None:
+def run_share(jobs: list[dict[str, Any]], folder: Path, under: Sequence[str]) -> None:
     """Runs jobs of one kind, in one process unless one of them kills it."""
     while jobs:
-        jobs = jobs[run_until_death(jobs, folder) :]
+        jobs = jobs[run_until_death(jobs, folder, under) :]
 
 
-def run_until_death(jobs: list[dict[str, Any]], folder: Path) -> int:
+def run_until_death(jobs: list[dict[str, Any]], folder: Path, under: Sequence[str]) -> int:
     """Runs jobs in one process; how many it ran. The last of them may have killed it, and then says so."""
     job_file = folder / f"{jobs[0]['id']}.jobs.json"
     job_file.write_text(json.dumps(jobs))
     run = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "logits_runner.py"), str(job_file), str(folder)],
+        [*under, sys.executable, str(ROOT / "tests" / "logits_runner.py"), str(job_file), str(folder)],
         env=environment(jobs[0]["stock"]),
         capture_output=True,
         text=True,

@@ -68,14 +68,6 @@ static __global__ void expert_lookup(char * ids, int64_t ids_stride, int n_used,
     __threadfence();
 }
 
-// A strided copy by the copy engine takes longer the more rows it has, here tens of bytes each.
-static __global__ void expert_gather_ids(const char * ids, int64_t ids_stride, int n_used, int n_ids, int32_t * ids_host) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n_ids) {
-        ids_host[i] = *(const int32_t *) (ids + (i / n_used) * ids_stride + (i % n_used) * sizeof(int32_t));
-    }
-}
-
 static __global__ void expert_keep_rows(const char * ids, int64_t ids_nb0, int64_t ids_nb1, const uint8_t * in_pass,
     const char * src, char * dst, int64_t row_bytes, int64_t nb1, int64_t nb2) {
     const int used  = blockIdx.x;
@@ -142,17 +134,6 @@ void expert_cuda_launch_lookup(const expert_cuda_state & state, int32_t layer, c
     ggml_cuda_kernel_launch(expert_lookup, params, (char *) ids->data, (int64_t) ids->nb[1], n_used, n_ids, layer,
         described.first_key, described.n_expert, state.offsets, state.resident, state.sequence,
         state.ids + (size_t) layer * EXPERT_LOOKUP_IDS_MAX, state.mailbox);
-}
-
-void expert_cuda_launch_gather_ids(const ggml_tensor * ids, int32_t * ids_host, cudaStream_t stream) {
-    GGML_ASSERT(ids->nb[0] == sizeof(int32_t));
-    const int n_ids = (int) (ids->ne[0] * ids->ne[1]);
-    if (n_ids == 0) {
-        return;
-    }
-    expert_gather_ids<<<(n_ids + 255) / 256, 256, 0, stream>>>(
-        (const char *) ids->data, ids->nb[1], (int) ids->ne[0], n_ids, ids_host);
-    CUDA_CHECK(cudaGetLastError());
 }
 
 void expert_cuda_launch_keep_rows(

@@ -12,12 +12,13 @@ static const int32_t * read_ids(expert_cuda_state & state, const ggml_tensor * i
     const size_t n_ids = ids->ne[0] * ids->ne[1];
     if (state.n_ids_segments < n_ids) {
         (void) cudaFreeHost(state.ids_segments);
-        CUDA_CHECK(
-            cudaHostAlloc((void **) &state.ids_segments, n_ids * sizeof(int32_t), cudaHostAllocMapped | cudaHostAllocPortable));
+        CUDA_CHECK(cudaHostAlloc((void **) &state.ids_segments, n_ids * sizeof(int32_t), cudaHostAllocPortable));
         state.n_ids_segments = n_ids;
     }
-    ggml_cuda_set_device(state.device); // what ran in between may have chosen another
-    expert_cuda_launch_gather_ids(ids, state.ids_segments, stream);
+    const size_t row = ids->ne[0] * sizeof(int32_t);
+    GGML_ASSERT(ids->nb[0] == sizeof(int32_t));
+    CUDA_CHECK(
+        cudaMemcpy2DAsync(state.ids_segments, row, ids->data, ids->nb[1], row, ids->ne[1], cudaMemcpyDeviceToHost, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream)); // also: kernels of earlier layers have ended, their slots may be taken
     return state.ids_segments;
 }

@@ -68,8 +68,6 @@ expert_cuda_state * expert_cuda_state_of(const expert_ref * ref, int device);
 
 // Lookup kernels.
 void expert_cuda_launch_lookup(const expert_cuda_state & state, int32_t layer, const ggml_tensor * ids, cudaStream_t stream);
-// Writes the ids of a batch, which may lie apart, to mapped host memory, one after the other.
-void expert_cuda_launch_gather_ids(const ggml_tensor * ids, int32_t * ids_host, cudaStream_t stream);
 // Copies rows [row_bytes] of src to dst whose expert is in the pass: ids [n_used, n_tokens], in_pass [n_expert].
 void expert_cuda_launch_keep_rows(
     const ggml_tensor * ids, const uint8_t * in_pass, const ggml_tensor * src, char * dst, cudaStream_t stream);

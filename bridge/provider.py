@@ -90,11 +90,12 @@ class Provider:
             direct_io=direct_io,
             read_splits=1,  # as many threads: native does the reading that must be fast
             stage_slots=_OWN_READS,
-            verify="off" if verify == "off" else "every",  # native, which reads first, knows what was right once
+            verify="every",  # it reads what native could not, or has doubts about
             counters=self.counters,
         )
         self.blocks = _describe_blocks(pack, self._reader.fds, _CHECKS[verify])
         self._is_direct = direct_io
+        self._recheck = verify != "off"
         self._handle = ffi.new_handle(self)
         self._store = self._register(os.fspath(model_path))
         if self._store == ffi.NULL:
@@ -277,6 +278,7 @@ class Provider:
         tables.next_slots = ffi.from_buffer("int32_t[]", self.cache.next_slots)
         tables.blocks = ffi.from_buffer("expert_block[]", self.blocks)
         tables.n_reads, tables.n_parts, tables.is_direct = self._stage_slots, self._n_parts, self._is_direct
+        tables.recheck = self._recheck
         callbacks = ffi.new("expert_provider *")
         callbacks.abi_version, callbacks.struct_size = lib.EXPERT_ABI_VERSION, ffi.sizeof("expert_provider")
         callbacks.user = self._handle

@@ -96,7 +96,7 @@ def show(output: Iterable[str], log: Path, screen: Screen) -> list[str]:
             file.write(line)
             lines.append(line)
             count, part = COUNT.match(line), PART.match(line)
-            if count:
+            if count and int(count[1]) > 0:
                 screen.count(int(count[1]), int(count[2]))
             elif part and part[1] not in parts:
                 parts.add(part[1])

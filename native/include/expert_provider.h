@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 // cffi: begin
-#define EXPERT_ABI_VERSION 6
+#define EXPERT_ABI_VERSION 7
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
 #define EXPERT_NEXT_SLOTS 64
@@ -88,6 +88,7 @@ typedef struct expert_tables {
     int32_t        n_reads;     // blocks that native reads at the same time, 1 at least
     int32_t        n_parts;     // that it cuts each of them into at most, 1 at least
     int32_t        is_direct;   // the files are open for direct I/O
+    int32_t        recheck;     // some of the reads whose check is 0 are checked all the same: a drive may begin to lie
 } expert_tables;
 
 typedef struct expert_store expert_store;

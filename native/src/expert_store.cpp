@@ -108,6 +108,9 @@ expert_store * expert_store_create(const char * model_path, const expert_layer *
         }
     }
 
+    const expert_layer & last = store->layers.back(); // there is one: an empty pack is refused
+    store->trust.watch(tables->blocks, (size_t) last.first_key + last.n_expert, tables->recheck != 0);
+
     std::lock_guard<std::mutex> lock(registry_mutex);
     for (const expert_store * other : registry) {
         if (other->file_dev == st.st_dev && other->file_ino == st.st_ino) {
@@ -271,6 +274,7 @@ int expert_store_add_arena(expert_store * store, const char * device, uint64_t n
     for (int32_t i = 0; i < n_slots; i++) {
         store->slot_data.push_back(arena->base + offsets[i]);
         store->slot_arena.push_back(arena.get());
+        store->slot_checked.push_back(0);
     }
     *host = is_host(arena->dev) ? arena->base : nullptr;
     store->arenas.push_back(std::move(arena));
@@ -383,11 +387,30 @@ int expert_store_fill(expert_store * store, int32_t slot, const void * bytes, ui
     return expert_store_write(store, slot, 0, bytes, n_bytes) && expert_store_written(store, slot);
 }
 
-void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot) {
+void expert_store_publish(expert_store * store, int32_t layer, int32_t expert, int32_t slot, bool checked) {
     std::lock_guard<std::mutex> lock(store->mutex);
+    store->slot_checked[slot]                                      = checked;
     store->tables.slot_of[store->layers[layer].first_key + expert] = slot;
     store->tables.counters[EXPERT_LOADS]++;
     read_ended(store, layer, expert);
+}
+
+void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot) {
+    expert_store_publish(store, layer, expert, slot, true);
+}
+
+void expert_store_drop_unchecked(expert_store * store) {
+    const expert_tables & tables = store->tables;
+    for (size_t slot = 0; slot < store->slot_checked.size(); slot++) {
+        const int64_t key = tables.owner[slot];
+        if (key < 0 || tables.slot_of[key] != (int32_t) slot || store->slot_checked[slot]) {
+            continue;
+        }
+        tables.slot_of[key] = tables.place[key] = -1;
+        tables.owner[slot]                      = -1;
+        expert_count(&tables.counters[EXPERT_EVICTIONS], 1);
+        store->slot_arena[slot]->touched = true; // the device's table must not name it
+    }
 }
 
 void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, const char * why) {

@@ -17,7 +17,7 @@ from pypack.errors import NativeError
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
 STRESS = Path(__file__).with_name("loader_stress.cpp")
-OURS = [NATIVE / "src" / f"expert_{name}.cpp" for name in ("store", "acquire", "load", "read", "trace")]
+OURS = [NATIVE / "src" / f"expert_{name}.cpp" for name in ("store", "acquire", "load", "read", "trace", "trust")]
 OPTIONS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fno-access-control", "-U_FORTIFY_SOURCE", "-D_GLIBCXX_ASSERTIONS"]
 # how many stores it makes: about the same time for each
 N_STORES = {"plain": 32, "thread": 12, "address": 24}

@@ -41,8 +41,8 @@ def test_devices_sockets_and_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_stays_open_when_it_is_refused() -> None:
-    before = os.listdir("/proc/self/fd")
+    before = list(Path("/proc/self/fd").iterdir())
     for _ in range(3):
         with pytest.raises(OSError):
             open_regular("/dev/zero")
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(list(Path("/proc/self/fd").iterdir())) == len(before)

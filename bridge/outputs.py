@@ -87,7 +87,7 @@ def _other_shards(path: Path) -> dict[str, Path]:
 def path_of_child(path: str, child: str | None) -> str:
     """Where a model of a router writes: run.trace becomes run.MODEL.trace, for the models of a router share its options.
     Devices and FIFOs stay what they are. ``child``: the router's name for the model, None without a router."""
-    if child is None:
+    if not child:
         return path
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):

@@ -18,8 +18,11 @@ def checked_path(name: str, path: str | os.PathLike[str]) -> str:
     """The path that option ``name`` gives. Raises :class:`UsageError` if no file can have it."""
     try:
         text = os.fsdecode(path)
+        os.fsencode(text)
     except TypeError:
         raise UsageError(f"{name} must be a path, not {path!r}") from None
+    except UnicodeEncodeError:
+        raise UsageError(f"{name} is {path!r}, which no file can be named: give another path") from None
     if not text:
         raise UsageError(f"{name} is an empty path: give a file, or leave the option out")
     if "\0" in text:

@@ -13,7 +13,7 @@ from pypack.regular_file import open_regular
 __all__ = ["read_content"]
 
 MEMORY_FACTOR = 24  # bytes that checking and replaying take at most for a byte of the trace
-_XZ_BYTES, _XZ_RATIO = 64 << 20, 32  # runs compress 14-fold at most: more than that is no trace
+_XZ_BYTES, _XZ_RATIO = 64 << 20, 32  # runs compress 14-fold, or a bit more: what goes beyond is meant to fill memory
 _PIECE_BYTES = 1 << 20
 
 
@@ -47,5 +47,5 @@ def _read_up_to(content: lzma.LZMAFile, limit: int, path: object) -> bytearray:
 def _too_large(path: object, limit: int) -> TraceError:
     return TraceError(
         f"{path} holds more than the {limit >> 20} MiB that can be read here: "
-        "record a shorter run, or free memory if the run was that long"
+        "free memory, decompress an .xz first if it is yours, or record a shorter run"
     )

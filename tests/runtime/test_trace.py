@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.replaying.cache import replay_as_recorded
+from bridge.outputs import TraceFile, path_of_child
 from pypack.errors import DecodeError, TraceError, UsageError
 from pypack.pack import find_pack, manifest_path, open_pack
 from pypack.policy import POLICIES
@@ -156,6 +157,28 @@ def test_the_model_and_its_pack_are_never_written_over(option: str, tmp_path: Pa
     for given, message in (("", "is an empty path"), ("a\0b", "holds a zero byte"), (7, "must be a path")):
         with pytest.raises(UsageError, match=f"{option} .*{message}"):
             load(path, **{option: given})
+
+
+def test_where_the_models_of_a_router_write(tmp_path: Path) -> None:
+    for path, child, expected in (
+        ("run.trace", None, "run.trace"),
+        ("a.b/run.trace", "org/x:Q4", "a.b/run.org%2Fx%3AQ4.trace"),
+        ("run", "..", "run..."),
+        ("/dev/null", "x", "/dev/null"),
+        (str(tmp_path), "x", str(tmp_path)),
+    ):
+        assert path_of_child(path, child) == expected
+
+
+def test_a_trace_goes_on_with_the_same_model_only(tmp_path: Path) -> None:
+    trace = TraceFile(str(tmp_path / "x.trace"))
+    first = trace.begin(b"LXPTRACE, one")
+    assert trace.begin(b"LXPTRACE, one") == first
+    with pytest.raises(UsageError, match="was begun with another model or policy"):
+        trace.begin(b"LXPTRACE, two")
+    trace.close()
+    trace.close()
+    assert (tmp_path / "x.trace").read_bytes() == b"LXPTRACE, one"
 
 
 def test_trace_and_statistics_in_one_file(tmp_path: Path) -> None:

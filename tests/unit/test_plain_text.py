@@ -20,6 +20,7 @@ def test_paths() -> None:
         ("", "x is an empty path"),
         ("a\0b", "x is .*holds a zero byte"),
         (5, "x must be a path, not 5"),
+        ("a\ud800", "x is .*no file can be named"),
     ):
         with pytest.raises(UsageError, match=message):
             checked_path("x", path)  # type: ignore[arg-type]

@@ -14,12 +14,14 @@ from bridge import garbage, interrupts, library
 from bridge.model_pack import open_checked, working_set
 from pypack.counters import ExpertStats
 from pypack.errors import DecodeError, UsageError
+from pypack.plain_text import checked_path
 from pypack.policy import DEFAULT_POLICY
 from pypack.reader import Verify
 from pypack.stats_file import StatsWriter
 
 llama_cpp = library.load()
 
+from bridge.outputs import TraceFile, check_outputs  # noqa: E402
 from bridge.provider import Provider  # noqa: E402
 
 NONE, LAYER = llama_cpp.LLAMA_SPLIT_MODE_NONE, llama_cpp.LLAMA_SPLIT_MODE_LAYER
@@ -94,9 +96,14 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         self._expert_args = {k: v for k, v in locals().items() if k.startswith("expert_")}  # for pickling
         self._provider: Provider | None = None
         self._stats_writer: StatsWriter | None = None
+        self._trace: TraceFile | None = None
         self._must_replay = False
         self._batch_ends: list[int] = []  # token counts at which the evaluated batches ended, rising
         model_path = os.fspath(model_path)
+        if expert_pack is not None and not isinstance(expert_pack, bool):
+            expert_pack = checked_path("expert_pack", expert_pack)
+        trace_path = None if expert_trace is None else checked_path("expert_trace", expert_trace)
+        stats_path = None if expert_stats_path is None else checked_path("expert_stats_path", expert_stats_path)
         try:
             if expert_pack is not None and expert_pack is not False:
                 if llama_kwargs.get("split_mode", LAYER) not in (NONE, LAYER):
@@ -105,6 +112,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                         "use LLAMA_SPLIT_MODE_LAYER, or no pack"
                     )
                 pack = open_checked(model_path, expert_pack)
+                check_outputs(model_path, pack, {"expert_trace": trace_path, "expert_stats_path": stats_path})
+                self._trace = TraceFile(trace_path) if trace_path is not None else None
                 self._provider = Provider(
                     pack,
                     model_path,
@@ -116,7 +125,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                     stage_slots=expert_stage_slots,
                     verify=expert_verify,
                     policy=expert_policy,
-                    trace=expert_trace,
+                    trace=self._trace,
                 )
             elif expert_trace is not None:
                 raise UsageError("expert_trace is set, but there is nothing to record without expert_pack")
@@ -131,8 +140,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                 self._watch_decode(self._provider)
                 with interrupts.held_back(), garbage.held_back():
                     self._provider.start(has_weights=not llama_kwargs.get("vocab_only", False))
-                if expert_stats_path is not None:
-                    self._stats_writer = StatsWriter(expert_stats_path, expert_stats_interval, self._provider.stats)
+                if stats_path is not None:
+                    self._stats_writer = StatsWriter(stats_path, expert_stats_interval, self._provider.stats)
         except BaseException:
             self.close()
             raise
@@ -196,7 +205,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
             for name in ("_model", "_ctx", "_batch", "tokenizer_"):
                 if hasattr(self, name):
                     setattr(self, name, _Closed())
-        for part in (getattr(self, "_stats_writer", None), getattr(self, "_provider", None)):
+        for name in ("_stats_writer", "_provider", "_trace"):
+            part = getattr(self, name, None)
             if part is not None:
                 part.close()
 

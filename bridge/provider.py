@@ -23,7 +23,7 @@ from pypack.budget import cache_budget, parse_size, plan_pools
 from pypack.cache import N_NEXT, ExpertCache
 from pypack.counters import Counter, Counters, ExpertStats
 from pypack.direct_io import aligned_buffer
-from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
+from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError
 from pypack.host_memory import host_memory_free
 from pypack.policy import make_policy
 from pypack.reader import Reader, check_count, check_verify
@@ -31,6 +31,7 @@ from pypack.staging import StagingPool
 from pypack.trace_format import encode_header
 
 if TYPE_CHECKING:
+    from bridge.outputs import TraceFile
     from pypack.pack import Pack
     from pypack.reader import Verify
 
@@ -52,8 +53,8 @@ class Provider:
     """Experts of one model, from one pack. Create it before the model is loaded, close it after the model is freed.
 
     ``top_k``: experts that a token uses in a layer: the smallest cache. ``cache``: bytes, ``"20GiB"``, ``"60%"``
-    or ``"auto"``, see :func:`pypack.budget.cache_budget`; ``reserve``: memory to leave free. ``trace``: file that
-    gets every acquire, see docs/FORMAT.md; it is complete when the provider is closed.
+    or ``"auto"``, see :func:`pypack.budget.cache_budget`; ``reserve``: memory to leave free. ``trace``: gets
+    every acquire, see docs/FORMAT.md; it is complete when the provider is closed, and closed by whoever made it.
     Raises :class:`ExpertPackError`.
     """
 
@@ -70,7 +71,7 @@ class Provider:
         stage_slots: int,
         verify: Verify,
         policy: str,
-        trace: str | os.PathLike[str] | None = None,
+        trace: TraceFile | None = None,
     ) -> None:
         self._pack = pack
         self._top_k = top_k
@@ -104,7 +105,8 @@ class Provider:
         _switch_often(True)
         if trace is not None:
             try:
-                self._start_trace(os.fspath(trace), policy)
+                header = encode_header(pack.layers, top_k, policy)
+                lib.expert_store_trace(self._store, trace.begin(header))
             except BaseException:
                 self.close()
                 raise
@@ -230,19 +232,6 @@ class Provider:
                 self._reader.submit(layer, expert, place, done)
         except Exception as error:
             done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
-
-    def _start_trace(self, path: str, policy: str) -> None:
-        header = encode_header(self._pack.layers, self._top_k, policy)
-        try:
-            with open(path, "wb") as file:
-                file.write(header)
-        except OSError as error:
-            raise UsageError(
-                f"{path}: the expert trace can't be written: {error.strerror}; "
-                "give a file in a folder that exists and is writable"
-            ) from error
-        if not lib.expert_store_trace(self._store, os.fsencode(path)):
-            raise UsageError(_last_error())
 
     # ---- registration
 

@@ -13,8 +13,10 @@ from typing import Any
 
 from bridge._server import ffi, lib
 from bridge.model_pack import open_checked, working_set
+from bridge.outputs import TraceFile, check_outputs, path_of_child
 from bridge.provider import Provider
 from pypack.budget import parse_size
+from pypack.counters import ExpertStats
 from pypack.errors import ExpertPackError, UsageError
 from pypack.layout import payload_bytes
 from pypack.pack import Pack
@@ -43,6 +45,8 @@ class _Session:
         pack_path = _text(request.pack)
         self.pack = open_checked(model_path, True if pack_path == "auto" else pack_path)
         _refuse_contradictions(request, self.pack)
+        trace_path, stats_path = _output(request, request.trace), _output(request, request.stats_file)
+        check_outputs(model_path, self.pack, {"--expert-trace": trace_path, "--expert-stats-file": stats_path})
         self.options: dict[str, Any] = {
             "cache": _text(request.cache),
             "policy": DEFAULT_POLICY if request.policy == ffi.NULL else _text(request.policy),
@@ -59,18 +63,21 @@ class _Session:
             reserve=_text(request.cache_reserve),
             read_splits=request.read_splits,
             stage_slots=request.stage_slots,
-            trace=None if request.trace == ffi.NULL else _text(request.trace),
+            trace=_the_trace(trace_path),
             **self.options,
         )
         self.stats_writer: StatsWriter | None = None
-        if request.stats_file != ffi.NULL:
+        if stats_path is not None:
             try:
-                self.stats_writer = StatsWriter(
-                    _text(request.stats_file), _seconds(_text(request.stats_interval)), self.provider.stats
-                )
+                self.stats_writer = StatsWriter(stats_path, _seconds(_text(request.stats_interval)), self.stats)
             except BaseException:
                 self.provider.close()
                 raise
+
+    def stats(self) -> ExpertStats:
+        """What was counted since the server was started, not since it woke up."""
+        now = self.provider.stats()
+        return now if _counted_before is None else now.plus(_counted_before)
 
     def fit_bytes(self) -> tuple[int, int]:
         """What memory fitting must leave for the cache on a device: at least and at best."""
@@ -96,12 +103,16 @@ class _Session:
         )
 
     def close(self) -> None:
+        global _counted_before
         if self.stats_writer is not None:
             self.stats_writer.close()
+        _counted_before = self.stats()
         self.provider.close()
 
 
 _session: _Session | None = None
+_counted_before: ExpertStats | None = None  # by sessions that are closed
+_trace: TraceFile | None = None  # of all sessions; the end of the process closes it
 _kept: dict[str, Any] = {}  # strings that C holds
 
 
@@ -121,6 +132,19 @@ def _refuse_contradictions(request: Any, pack: Pack) -> None:
                 f"--cpu-moe, --n-cpu-moe or --override-tensor places {hit}, which comes from the expert pack: drop "
                 "that flag (where the cache lies follows from --gpu-layers), or drop --expert-pack"
             )
+
+
+def _output(request: Any, path: Any) -> str | None:
+    if path == ffi.NULL:
+        return None
+    return path_of_child(_text(path), None if request.child == ffi.NULL else _text(request.child))
+
+
+def _the_trace(path: str | None) -> TraceFile | None:
+    global _trace
+    if path is not None and _trace is None:
+        _trace = TraceFile(path)
+    return _trace
 
 
 def _seconds(text: str) -> float:

@@ -13,12 +13,27 @@ from pypack.convert import DEFAULT_SAFETY_MARGIN_BYTES, convert
 from pypack.errors import ExpertPackError
 from pypack.heat import draw_heat
 from pypack.inspect_pack import describe, format_table, to_json
+from pypack.plain_text import checked_path, shown
 from pypack.progress import for_stderr
 from pypack.trace import read_trace
 from pypack.verify import verify
 from pypack.workers import DEFAULT_JOBS, MAX_JOBS
 
 _GIB = 1 << 30
+
+
+class _Path(click.Path):
+    """A path that a file can have."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            checked_path("the path", value)
+        except ExpertPackError as error:
+            self.fail(f"{error}.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_PATH = _Path(path_type=Path)
 
 
 class _Group(click.Group):
@@ -28,10 +43,10 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except ExpertPackError as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {shown(error)}", err=True)
             ctx.exit(1)
         except OSError as error:
-            click.echo(f"error: {error.filename or 'input/output'}: {error.strerror}", err=True)
+            click.echo(f"error: {shown(error.filename or 'input/output')}: {error.strerror or error}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted: what is finished is kept, run the same command to go on", err=True)
@@ -51,10 +66,10 @@ def _refuse_nan(_: click.Context, __: click.Parameter, value: float) -> float:
 
 
 @cli.command("convert")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=_PATH)
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     help="The pack to write (ending in .expert-pack), or a folder for it. Default: beside the model.",
 )
 @click.option(
@@ -98,11 +113,11 @@ def convert_command(
 
 
 @cli.command("verify")
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.argument("pack", type=_PATH)
 @click.option("--deep", is_flag=True, help="Also read every block and check its hash.")
 @click.option(
     "--source",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     help="Also check that the pack belongs to this model; with --deep, compare every byte with it.",
 )
 @click.option(
@@ -119,7 +134,7 @@ def verify_command(pack: Path, deep: bool, source: Path | None, jobs: int) -> No
 
 
 @cli.command("inspect")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=_PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("--budget", help='Cache size to predict the slots for: "20GiB", or "60%" of all experts.')
 def inspect_command(path: Path, as_json: bool, budget: str | None) -> None:
@@ -129,15 +144,16 @@ def inspect_command(path: Path, as_json: bool, budget: str | None) -> None:
 
 
 @cli.command("heat")
-@click.argument("trace", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="The .png or .svg to write. Default: beside TRACE, .svg.")
+@click.argument("trace", type=_PATH)
+@click.option("--out", type=_PATH, help="The .png or .svg to write. Default: beside TRACE, .svg.")
 @click.option("--ranked", is_flag=True, help="Each layer's experts from the most to the least used.")
 @click.option("--allow-cut", is_flag=True, help="Take what is there of a trace that was not ended.")
 def heat_command(trace: Path, out: Path | None, ranked: bool, allow_cut: bool) -> None:
     """Draw which experts the run recorded in TRACE used: a row a layer, a column an expert."""
+    found = read_trace(trace, allow_cut=allow_cut)  # first: a folder may have no name to put .svg behind
     path = out or trace.with_suffix(".svg")
-    draw_heat(read_trace(trace, allow_cut=allow_cut), path, ranked=ranked)
-    click.echo(f"wrote {path}")
+    draw_heat(found, path, ranked=ranked)
+    click.echo(f"wrote {shown(path)}")
 
 
 def main(args: list[str] | None = None) -> None:

@@ -28,6 +28,7 @@ typedef struct expert_request {
     const char * stats_file;
     const char * stats_interval; // seconds
     const char * trace;
+    const char * child;     // a router started this process: its name for the model; NULL: none did
     const char * overrides; // patterns of --override-tensor and its kin, one a line
     int32_t      stage_slots;
     int32_t      read_splits;

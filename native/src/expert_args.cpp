@@ -6,10 +6,18 @@
 #include "arg.h"
 
 #include <cstring>
+#include <stdexcept>
 
 expert_flags & expert_flags_get() {
     static expert_flags flags;
     return flags;
+}
+
+static const std::string & file_name(const std::string & value) {
+    if (value.empty()) {
+        throw std::invalid_argument("the path is empty: give a file, or leave the option out");
+    }
+    return value;
 }
 
 std::vector<common_arg> expert_args() {
@@ -45,13 +53,13 @@ std::vector<common_arg> expert_args() {
             [](common_params &, const std::string & value) { expert_flags_get().verify = value; })
             .set_env("LLAMA_ARG_EXPERT_VERIFY"),
         common_arg({"--expert-stats-file"}, "FNAME", "file that gets the expert cache's counters as JSON",
-            [](common_params &, const std::string & value) { expert_flags_get().stats_file = value; })
+            [](common_params &, const std::string & value) { expert_flags_get().stats_file = file_name(value); })
             .set_env("LLAMA_ARG_EXPERT_STATS_FILE"),
         common_arg({"--expert-stats-interval"}, "SECONDS", "seconds between updates of the statistics file (default: 10)",
             [](common_params &, const std::string & value) { expert_flags_get().stats_interval = value; })
             .set_env("LLAMA_ARG_EXPERT_STATS_INTERVAL"),
         common_arg({"--expert-trace"}, "FNAME", "file that gets every lookup of experts, to replay with other policies",
-            [](common_params &, const std::string & value) { expert_flags_get().trace = value; })
+            [](common_params &, const std::string & value) { expert_flags_get().trace = file_name(value); })
             .set_env("LLAMA_ARG_EXPERT_TRACE"),
     };
     for (common_arg & arg : args) {

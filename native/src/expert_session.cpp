@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <mutex>
 #include <sstream>
 
@@ -59,6 +60,15 @@ static int32_t top_k_override(const common_params & params) {
     return 0;
 }
 
+// A router gives each of its models the model's name as its only alias; the parser splits it at commas.
+static std::string aliases(const common_params & params) {
+    std::string names;
+    for (const std::string & alias : params.model_alias) {
+        names += names.empty() ? alias : "," + alias;
+    }
+    return names;
+}
+
 static const char * given(const std::string & text) { return text.empty() ? nullptr : text.c_str(); }
 
 static bool load_failed(const std::string & why) {
@@ -74,6 +84,7 @@ bool expert_session::open(const common_params & params, llama_model_params & mpa
         return true;
     }
     const std::string overrides = override_patterns(params);
+    const std::string name      = aliases(params);
     expert_request    request   = {};
     request.model_path          = params.model.path.c_str();
     request.pack                = flags.pack.c_str();
@@ -83,6 +94,7 @@ bool expert_session::open(const common_params & params, llama_model_params & mpa
     request.verify              = flags.verify.c_str();
     request.stats_file          = given(flags.stats_file);
     request.trace               = given(flags.trace);
+    request.child               = getenv("LLAMA_SERVER_ROUTER_PORT") ? name.c_str() : nullptr; // as upstream asks
     request.overrides           = overrides.c_str();
     request.stats_interval      = flags.stats_interval.c_str();
     request.stage_slots         = flags.stage_slots;

@@ -161,16 +161,12 @@ void expert_store_free(expert_store * store) {
     expert_store_unref(store);
 }
 
-int expert_store_trace(expert_store * store, const char * path) {
+int expert_store_trace(expert_store * store, expert_trace * trace) {
     std::lock_guard<std::mutex> lock(store->mutex);
-    bool                        ok = true;
-    if (store->trace) {
-        ok = expert_trace_end(*store->trace, store->tables.counters);
-        store->trace.reset();
-    }
-    if (path) {
-        store->trace = expert_trace_open(path);
-        ok           = store->trace != nullptr;
+    const bool                  ok = !store->trace || expert_trace_end(*store->trace, store->tables.counters);
+    store->trace                   = trace;
+    if (trace) {
+        expert_trace_begin(*trace);
     }
     return ok;
 }

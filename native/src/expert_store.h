@@ -80,11 +80,11 @@ struct expert_store {
     std::vector<char>                          slot_checked; // [slot] the digest of what is in it was compared when it was read
     bool                                       busy = false; // an op holds the store
     expert_op                                  op;
-    std::vector<uint32_t>                      roles_seen;     // [layer] roles computed since the layer was last acquired
-    int64_t                                    now = 0;        // number of the last acquire
-    std::string                                error;          // why the last failed decode failed
-    std::unique_ptr<expert_trace>              trace;          // NULL: nobody wants one
-    bool                                       broken = false; // bytes were handed out wrong: the next op fails
+    std::vector<uint32_t>                      roles_seen;       // [layer] roles computed since the layer was last acquired
+    int64_t                                    now = 0;          // number of the last acquire
+    std::string                                error;            // why the last failed decode failed
+    expert_trace *                             trace  = nullptr; // the provider's; NULL: nobody wants one
+    bool                                       broken = false;   // bytes were handed out wrong: the next op fails
 
     std::atomic<int> n_refs{1}; // buffers and the registration keep the store alive
     expert_trust     trust;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,16 @@ REFUSED = [
     (["--expert-cache-reserve", "900TiB"], "are reserved"),
     (["--expert-pack", "missing.expert-pack"], "missing.expert-pack"),
     (["--expert-stats-file", "/nowhere/stats.json"], "/nowhere/stats.json: the statistics file cannot be written"),
+    (["--expert-trace", "/nowhere/x.trace"], "/nowhere/x.trace: the expert trace can't be written: No such file"),
+    (["--expert-trace", "{fifo}"], "fifo: the expert trace can't be written: it is a FIFO, not a regular file"),
+    (["--expert-trace", ""], "the path is empty: give a file, or leave the option out"),
+    (["--expert-stats-file", ""], "the path is empty: give a file, or leave the option out"),
+    (["--expert-trace", "{tmp}/x", "--expert-stats-file", "{tmp}/x"], "is the same file as --expert-trace"),
+    (["--expert-trace", "{model}"], "a.gguf: --expert-trace is the same file as the model"),
+    (
+        ["--expert-stats-file", "{link}"],
+        "link: --expert-stats-file is the same file as the pack: give it a file of its own",
+    ),
     (["--expert-verify", "maybe"], "verify must be one of first, off, every, not 'maybe'"),
     (["--expert-policy", "fifo"], "there is no cache policy 'fifo': choose one of"),
     (["--expert-stage-slots", "0"], "stage_slots must be a whole number of at least 1, not 0"),
@@ -88,7 +100,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED, ids=[" ".join(flags) for flags, _ in REFUSED])
 def test_refused_with_a_sentence(tmp_path: Path, model: Path, flags: list[str], message: str) -> None:
-    flags = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(model.with_suffix(".expert-pack"))
+    places = {"tmp": tmp_path, "fifo": tmp_path / "fifo", "model": model, "link": tmp_path / "link"}
+    flags = [re.sub(r"{(\w+)}", lambda match: str(places[match[1]]), flag) for flag in flags]
     run = run_to_end(["-m", str(model), "--expert-pack", "auto", "--port", "0", *SMALL, *flags])
     assert run.returncode == 1
     assert message in run.stdout + run.stderr

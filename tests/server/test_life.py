@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,8 +14,12 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from bench.replaying.cache import replay_as_recorded
+from pypack.policy import POLICIES
+from pypack.trace import read_trace
 from tests.runtime.test_bytes import expert_ranges
 from tests.server.faults import waiting_file
 from tests.server.serving import OURS, SMALL, Server, faulty, launch, serving, wait_for
@@ -89,6 +94,41 @@ def test_sleep_and_wake(tmp_path: Path, model: Path, quarter: list[str]) -> None
             assert server.counter("loads_total") > awake["llamacpp:expert_loads_total"]
 
 
+def test_one_trace_and_one_count_through_sleep(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    """Also through a wake that fails. Asleep, the trace is complete."""
+    trace_path, stats_path, fault = tmp_path / "run.trace", tmp_path / "stats.json", tmp_path / "fault"
+    outputs = ["--expert-trace", str(trace_path), "--expert-stats-file", str(stats_path)]
+    sleepy = ["--metrics", "--sleep-idle-seconds", "1"]
+    sizes = []
+    with serving(tmp_path, model, *quarter, *outputs, *sleepy, program=faulty(fault)) as server:
+        for _ in range(3):
+            server.text("Once upon a time", cache_prompt=False)
+            wait_for(lambda: server.get("/props")["is_sleeping"])
+            check_outputs(server, trace_path, stats_path)
+            sizes.append(trace_path.stat().st_size)
+        fault.write_text("fail")
+        assert server.complete("hello")[0] == 500
+        fault.write_text("")
+        server.text("Once upon a time", cache_prompt=False)
+        wait_for(lambda: server.get("/props")["is_sleeping"])
+        check_outputs(server, trace_path, stats_path)
+        sizes.append(trace_path.stat().st_size)
+    assert sizes[0] < sizes[1] < sizes[2] < sizes[3] == trace_path.stat().st_size
+    assert len(read_trace(trace_path).session_starts()) >= 4
+
+
+def check_outputs(server: Server, trace_path: Path, stats_path: Path) -> None:
+    """Trace, statistics and metrics have counted the same, and a replay does."""
+    trace = read_trace(trace_path)
+    assert trace.end is not None
+    replayed = replay_as_recorded(trace, POLICIES[trace.policy]())
+    assert (replayed.acquires, replayed.hits, replayed.misses, replayed.evictions) == trace.end[:4]
+    assert (np.diff(trace.only_acquires().step) >= 0).all()
+    counted = json.loads(stats_path.read_text())
+    for name, metric in (("acquires", "lookups"), ("hits", "hits"), ("misses", "misses"), ("evictions", "evictions")):
+        assert counted[name] == server.counter(f"{metric}_total") == getattr(trace.end, name)
+
+
 def expert_metrics(server: Server) -> dict[str, float]:
     return {name: value for name, value in server.metrics().items() if "expert" in name}
 
@@ -158,6 +198,24 @@ def test_router_with_two_packs(
             pack = server.get(f"/props?model={name}")["expert_pack"]
             assert pack["path"] == str(models / f"{name}.expert-pack") and pack["cache_slots"] == 16
             assert "llamacpp:expert_hits_total" in server.get(f"/metrics?model={name}")
+
+
+def test_each_model_of_a_router_writes_its_own_files(tmp_path: Path, models: Path, quarter: list[str]) -> None:
+    preset = tmp_path / "models.ini"
+    preset.write_text("".join(f"[x/{name}]\nmodel = {models / name}.gguf\nexpert-pack = auto\n\n" for name in "ab"))
+    out = tmp_path / "out"
+    out.mkdir()
+    flags = [*quarter[2:], "--expert-trace", str(out / "run.trace"), "--expert-stats-file", str(out / "stats.json")]
+    with serving(tmp_path, None, "--models-preset", str(preset), *flags) as server:
+        for name in ("a", "b"):
+            server.text("Once upon a time", model=f"x/{name}")
+    assert {path.name for path in out.iterdir()} == {
+        f"{kind}.x%2F{name}.{suffix}" for name in "ab" for kind, suffix in (("run", "trace"), ("stats", "json"))
+    }
+    for name in ("a", "b"):
+        trace = read_trace(out / f"run.x%2F{name}.trace")
+        assert trace.end is not None
+        assert json.loads((out / f"stats.x%2F{name}.json").read_text())["hits"] == trace.end.hits
 
 
 def test_a_disk_that_fails_from_the_start(tmp_path: Path, model: Path, quarter: list[str]) -> None:

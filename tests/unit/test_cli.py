@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from bench.replay import STORED
 from pypack import __version__
 from pypack.cli import cli
 from pypack.convert import convert
@@ -99,6 +101,59 @@ def test_error_is_one_line(tmp_path: Path) -> None:
         assert result.stdout == ""
         assert result.stderr.startswith("error: ")
         assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_paths_that_no_file_can_have(path: str) -> None:
+    """Every argument and option that is a path."""
+    n_paths = 0
+    for name, command in cli.commands.items():
+        for parameter in command.params:
+            if isinstance(parameter.type, click.Path):
+                given = [path] if isinstance(parameter, click.Argument) else ["x", parameter.opts[0], path]
+                result = run(name, *given)
+                assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+                assert "the path is" in result.stderr
+                n_paths += 1
+    assert n_paths == 7
+
+
+@pytest.mark.parametrize("path", [".", "..", "/"])
+def test_heat_of_a_folder(path: str) -> None:
+    result = run("heat", path)
+    assert (result.exit_code, result.stderr) == (1, f"error: {path}: the trace can't be read: Is a directory\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError("without a number"), "error: input/output: without a number\n"),
+        (FileNotFoundError(2, "No such file", "gone"), "error: gone: No such file\n"),
+        (OSError(5, "Input/output error", "\x1b[2J\n"), "error: \\x1b[2J\\n: Input/output error\n"),
+    ],
+)
+def test_any_oserror_is_one_line(error: OSError, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("pypack.cli.verify", fails)
+    result = run("verify", "x")
+    assert (result.exit_code, result.stderr) == (1, sentence)
+
+
+def test_heat_never_writes_over_its_trace_and_prints_plain_text(tmp_path: Path) -> None:
+    trace = tmp_path / "t.svg"
+    content = lzma.decompress((STORED / "sample.trace.xz").read_bytes())
+    trace.write_bytes(content)
+    for args in ([trace], [trace, "--out", trace]):
+        result = run("heat", *args)
+        assert result.exit_code == 1 and "is the same file as the trace" in result.stderr
+    assert trace.read_bytes() == content
+    other = tmp_path / "\x1b[2J\udcff.trace"
+    trace.rename(other)
+    result = run("heat", other)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == f"wrote {tmp_path}/\\x1b[2J\\udcff.svg\n"
 
 
 def test_installed_as_a_module(model: Path) -> None:

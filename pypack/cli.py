@@ -15,6 +15,7 @@ from pypack.heat import draw_heat
 from pypack.inspect_pack import describe, format_table, to_json
 from pypack.progress import for_stderr
 from pypack.trace import read_trace
+from pypack.user_values import printable
 from pypack.verify import verify
 from pypack.workers import DEFAULT_JOBS, MAX_JOBS
 
@@ -91,10 +92,10 @@ def convert_command(
         progress=for_stderr("convert"),
     )
     if result.reused:
-        click.echo(f"{result.path} is already complete ({result.pack_bytes} bytes)")
+        click.echo(f"{printable(result.path)} is already complete ({result.pack_bytes} bytes)")
     else:
         resumed = f", {result.resumed_layers} layers were there already" if result.resumed_layers else ""
-        click.echo(f"{result.path} is complete ({result.pack_bytes} bytes{resumed})")
+        click.echo(f"{printable(result.path)} is complete ({result.pack_bytes} bytes{resumed})")
 
 
 @cli.command("verify")
@@ -115,7 +116,7 @@ def convert_command(
 def verify_command(pack: Path, deep: bool, source: Path | None, jobs: int) -> None:
     """Check the expert pack PACK: header, index, manifest and size; its blocks with --deep."""
     result = verify(pack, deep=deep, source=source, jobs=jobs, progress=for_stderr("verify"))
-    click.echo(f"{pack} is valid: {result}")
+    click.echo(f"{printable(pack)} is valid: {result}")
 
 
 @cli.command("inspect")
@@ -137,7 +138,7 @@ def heat_command(trace: Path, out: Path | None, ranked: bool, allow_cut: bool) -
     """Draw which experts the run recorded in TRACE used: a row a layer, a column an expert."""
     path = out or trace.with_suffix(".svg")
     draw_heat(read_trace(trace, allow_cut=allow_cut), path, ranked=ranked)
-    click.echo(f"wrote {path}")
+    click.echo(f"wrote {printable(path)}")
 
 
 def main(args: list[str] | None = None) -> None:

@@ -44,7 +44,8 @@ def working_set(pack: Pack, kv_overrides: dict[str, Any] | None = None) -> int:
         return check_count(f"the override of {key}", kv_overrides[key], 1, most)
     if facts.expert_used_count > most:
         raise GGUFError(
-            f"{pack.path}: a token of the model uses {facts.expert_used_count} of {most} experts: it is damaged"
+            f"{pack.path}: a token of the model uses {facts.expert_used_count} of {most} experts: "
+            "its metadata is wrong, get the model again"
         )
     return max(facts.expert_used_count, 1)
 

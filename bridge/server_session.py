@@ -66,7 +66,7 @@ class _Session:
             "verify": _given(request.verify, "first"),
             "direct_io": request.direct_io != 0,
         }
-        pairs = (line.rpartition("=") for line in _text(request.kv_overrides).splitlines())
+        pairs = (line.rpartition("=") for line in _text(request.kv_overrides).split("\n")[:-1])
         self.provider = Provider(
             self.pack,
             model_path,

@@ -30,8 +30,8 @@ from pypack.budget import parse_size
 from pypack.errors import BudgetError, ExpertPackError
 from pypack.heat import is_picture
 from pypack.output_file import write_output
-from pypack.plain_text import shown
 from pypack.policy import DEFAULT_POLICY, POLICIES, make_policy
+from pypack.printable import printable
 from pypack.trace import Trace, read_trace
 
 BELADY, BYPASS = "belady", "belady-bypass"
@@ -165,7 +165,7 @@ def main(
         rows: list[Row] = []
         for name, group, trace in _load(traces, allow_cut):
             found = replay_all(trace, name, group, names, budgets.split(","))
-            print(f"\n### {shown(name)}\n\n{_facts(trace)}; {check_live(trace)}.\n\n{table(found)}")
+            print(f"\n### {printable(name)}\n\n{_facts(trace)}; {check_live(trace)}.\n\n{table(found)}")
             rows += found
             if out is not None and found:
                 chart = draw_hit_rates(found, default=DEFAULT_POLICY)
@@ -175,7 +175,7 @@ def main(
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             write_output(out / "results.jsonl", lines.encode(), _is_results, "results of replays")
     except (ExpertPackError, OSError) as error:
-        print(f"error: {shown(_sentence(error))}", file=sys.stderr)
+        print(f"error: {printable(_sentence(error))}", file=sys.stderr)
         sys.exit(1)
 
 

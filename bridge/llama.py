@@ -14,10 +14,10 @@ from bridge import garbage, interrupts, library
 from bridge.model_pack import open_checked, working_set
 from pypack.counters import ExpertStats
 from pypack.errors import DecodeError, UsageError
-from pypack.plain_text import checked_path
 from pypack.policy import DEFAULT_POLICY
 from pypack.reader import Verify
 from pypack.stats_file import StatsWriter
+from pypack.user_values import check_path
 
 llama_cpp = library.load()
 
@@ -38,6 +38,17 @@ def _close_all() -> None:
         llm.close()
 
 
+def _refuse_without_pack(options: dict[str, Any]) -> None:
+    """Raises UsageError if an option is set that does nothing without a pack."""
+    usual = inspect.signature(Llama.__init__).parameters
+    unused = [name for name, value in options.items() if name != "expert_pack" and value != usual[name].default]
+    if unused:
+        raise UsageError(
+            f"{', '.join(unused)} would have no effect without expert_pack: give expert_pack=True or the path of the "
+            f"pack, or leave {'it' if len(unused) == 1 else 'them'} out"
+        )
+
+
 class _Closed:
     """Takes the place of the native objects of a closed model."""
 
@@ -50,14 +61,15 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
 
     Args:
         model_path: the GGUF; its first shard if it is split.
-        expert_pack: path of the pack, True for the one beside the model, None for stock behaviour.
+        expert_pack: path of the pack, True for the one beside the model, None for stock behaviour; the other
+            options of experts are refused then.
         expert_cache: memory for experts, on each device that computes layers: bytes, "20GiB", "60%" of what is free
             after the reserve, or "auto" (all experts if they fit in all of that on a GPU, in half of it on the CPU,
             else as many as fit). Less than one working set is refused.
         expert_cache_reserve: memory to leave free, in the same units.
         expert_direct_io: read with O_DIRECT; False reads through the page cache.
-        expert_read_splits: parts that one expert is read in at most, in parallel.
-        expert_stage_slots: experts that are read at the same time at most.
+        expert_read_splits: parts that one expert is read in at most, in parallel; 1 to 1024.
+        expert_stage_slots: experts that are read at the same time at most; 1 to 1024.
         expert_verify: check experts' checksums at the "first" read, at "every" read, or "off".
         expert_policy: which experts leave the cache, one of ``pypack.POLICIES``; docs/POLICY.md compares them.
         expert_trace: file that gets every lookup of experts, for ``python -m bench.replay`` and ``expert-pack heat``.
@@ -101,9 +113,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         self._batch_ends: list[int] = []  # token counts at which the evaluated batches ended, rising
         model_path = os.fspath(model_path)
         if expert_pack is not None and not isinstance(expert_pack, bool):
-            expert_pack = checked_path("expert_pack", expert_pack)
-        trace_path = None if expert_trace is None else checked_path("expert_trace", expert_trace)
-        stats_path = None if expert_stats_path is None else checked_path("expert_stats_path", expert_stats_path)
+            expert_pack = check_path("expert_pack", expert_pack)
+        trace_path = None if expert_trace is None else check_path("expert_trace", expert_trace)
+        stats_path = None if expert_stats_path is None else check_path("expert_stats_path", expert_stats_path)
         try:
             if expert_pack is not None and expert_pack is not False:
                 if llama_kwargs.get("split_mode", LAYER) not in (NONE, LAYER):
@@ -127,10 +139,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                     policy=expert_policy,
                     trace=self._trace,
                 )
-            elif expert_trace is not None:
-                raise UsageError("expert_trace is set, but there is nothing to record without expert_pack")
-            elif expert_stats_path is not None:
-                raise UsageError("expert_stats_path is set, but there is nothing to count without expert_pack")
+            else:
+                _refuse_without_pack(self._expert_args)
             if self._provider is not None:
                 _open.add(self)
             if self._provider is not None and llama_kwargs.get("use_mlock", False):

@@ -23,12 +23,13 @@ from pypack.budget import cache_budget, parse_size, plan_pools
 from pypack.cache import N_NEXT, ExpertCache
 from pypack.counters import Counter, Counters, ExpertStats
 from pypack.direct_io import aligned_buffer
-from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError
+from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
 from pypack.host_memory import host_memory_free
 from pypack.policy import make_policy
-from pypack.reader import Reader, check_count, check_verify
+from pypack.reader import READ_SPLITS_MAX, STAGE_SLOTS_MAX, Reader, check_verify
 from pypack.staging import StagingPool
 from pypack.trace_format import encode_header
+from pypack.user_values import check_count, shown
 
 if TYPE_CHECKING:
     from bridge.outputs import TraceFile
@@ -76,40 +77,43 @@ class Provider:
         self._pack = pack
         self._top_k = top_k
         self._budget = cache
-        self._reserve_bytes = parse_size(reserve, host_memory_free())
-        self._stage_slots = check_count("stage_slots", stage_slots, 1)
+        self._reserve_bytes = parse_size(reserve, host_memory_free(), "expert_cache_reserve")
+        self._stage_slots = check_count("expert_stage_slots", stage_slots, 1, STAGE_SLOTS_MAX)
+        self._n_parts = check_count("expert_read_splits", read_splits, 1, READ_SPLITS_MAX)
+        check_verify("expert_verify", verify)
+        if direct_io not in (True, False):
+            raise UsageError(f"expert_direct_io must be True or False, not {shown(direct_io)}")
         self._slots: list[memoryview | StagingPool] = []  # [n_slots] host memory, or how to get there
         self._error: ExpertPackError | None = None
         self.arena_bytes: dict[str, int] = {}  # by device
         self.counters = _SharedCounters()
         self.cache = ExpertCache(pack.layers, make_policy(policy), self.counters)
         self._check_budget()
-        check_verify(verify)
-        self._n_parts = check_count("read_splits", read_splits, 1)
+        self._is_direct = bool(direct_io)
+        self._store = ffi.NULL
         self._reader = Reader(
             pack,
-            direct_io=direct_io,
+            direct_io=self._is_direct,
             read_splits=1,  # as many threads: native does the reading that must be fast
             stage_slots=_OWN_READS,
             verify="every",  # it reads what native could not, or has doubts about
             counters=self.counters,
         )
-        self.blocks = _describe_blocks(pack, self._reader.fds, _CHECKS[verify])
-        self._is_direct = direct_io
         self._recheck = verify != "off"
-        self._handle = ffi.new_handle(self)
-        self._store = self._register(os.fspath(model_path))
-        if self._store == ffi.NULL:
-            self._reader.close()
-            raise NativeError(_last_error())
-        _switch_often(True)
-        if trace is not None:
-            try:
+        try:
+            self.blocks = _describe_blocks(pack, self._reader.fds, _CHECKS[verify])
+            self._handle = ffi.new_handle(self)
+            self._store = self._register(os.fspath(model_path))
+            if self._store == ffi.NULL:
+                raise NativeError(_last_error())
+            _switch_often(True)
+            if trace is not None:
                 header = encode_header(pack.layers, top_k, policy)
                 lib.expert_store_trace(self._store, trace.begin(header))
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self._reader.close()
+            self.close()
+            raise
 
     def start(self, has_weights: bool = True) -> None:
         """Open the arenas of the loaded model's devices; no other model may take these experts from now on.
@@ -240,10 +244,10 @@ class Provider:
 
         With a GPU only open_arena knows what is left for experts.
         """
-        if build_info()["cuda"]:
-            return
         layers, free_bytes = self._pack.layers, host_memory_free()
         budget = cache_budget(self._budget, layers, free_bytes, self._reserve_bytes)
+        if build_info()["cuda"]:
+            return
         plan_pools(layers, budget, self._top_k, free_bytes=free_bytes, reserve_bytes=self._reserve_bytes)
 
     def _register(self, model_path: str) -> Any:

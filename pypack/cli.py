@@ -13,9 +13,10 @@ from pypack.convert import DEFAULT_SAFETY_MARGIN_BYTES, convert
 from pypack.errors import ExpertPackError
 from pypack.heat import draw_heat
 from pypack.inspect_pack import describe, format_table, to_json
-from pypack.plain_text import checked_path, shown
+from pypack.printable import printable
 from pypack.progress import for_stderr
 from pypack.trace import read_trace
+from pypack.user_values import check_path
 from pypack.verify import verify
 from pypack.workers import DEFAULT_JOBS, MAX_JOBS
 
@@ -27,7 +28,7 @@ class _Path(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            checked_path("the path", value)
+            check_path("the path", value)
         except ExpertPackError as error:
             self.fail(f"{error}.", param, ctx)
         return super().convert(value, param, ctx)
@@ -43,10 +44,10 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except ExpertPackError as error:
-            click.echo(f"error: {shown(error)}", err=True)
+            click.echo(f"error: {printable(error)}", err=True)
             ctx.exit(1)
         except OSError as error:
-            click.echo(f"error: {shown(error.filename or 'input/output')}: {error.strerror or error}", err=True)
+            click.echo(f"error: {printable(error.filename or 'input/output')}: {error.strerror or error}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted: what is finished is kept, run the same command to go on", err=True)
@@ -106,10 +107,10 @@ def convert_command(
         progress=for_stderr("convert"),
     )
     if result.reused:
-        click.echo(f"{result.path} is already complete ({result.pack_bytes} bytes)")
+        click.echo(f"{printable(result.path)} is already complete ({result.pack_bytes} bytes)")
     else:
         resumed = f", {result.resumed_layers} layers were there already" if result.resumed_layers else ""
-        click.echo(f"{result.path} is complete ({result.pack_bytes} bytes{resumed})")
+        click.echo(f"{printable(result.path)} is complete ({result.pack_bytes} bytes{resumed})")
 
 
 @cli.command("verify")
@@ -130,7 +131,7 @@ def convert_command(
 def verify_command(pack: Path, deep: bool, source: Path | None, jobs: int) -> None:
     """Check the expert pack PACK: header, index, manifest and size; its blocks with --deep."""
     result = verify(pack, deep=deep, source=source, jobs=jobs, progress=for_stderr("verify"))
-    click.echo(f"{pack} is valid: {result}")
+    click.echo(f"{printable(pack)} is valid: {result}")
 
 
 @cli.command("inspect")
@@ -153,7 +154,7 @@ def heat_command(trace: Path, out: Path | None, ranked: bool, allow_cut: bool) -
     found = read_trace(trace, allow_cut=allow_cut)  # first: a folder may have no name to put .svg behind
     path = out or trace.with_suffix(".svg")
     draw_heat(found, path, ranked=ranked)
-    click.echo(f"wrote {shown(path)}")
+    click.echo(f"wrote {printable(path)}")
 
 
 def main(args: list[str] | None = None) -> None:

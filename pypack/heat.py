@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pypack.errors import UsageError
 from pypack.output_file import refuse_same_file, write_output
-from pypack.plain_text import shown
+from pypack.printable import printable
 from pypack.trace import Trace
 
 __all__ = ["draw_heat", "is_picture", "use_counts"]
@@ -51,7 +51,7 @@ def draw_heat(trace: Trace, path: Path, *, ranked: bool = False) -> None:
     figure.colorbar(image, label="% of the batches that used the expert")
     axes.set_xlabel("expert, most used first" if ranked else "expert")
     axes.set_ylabel("layer with experts")
-    title = f"{shown(Path(trace.path).name)}: {n_steps} batches, top {trace.top_k}"
+    title = f"{printable(Path(trace.path).name)}: {n_steps} batches, top {trace.top_k}"
     axes.set_title(title, fontsize=10, parse_math=False)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format=path.suffix[1:])

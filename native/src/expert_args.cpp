@@ -6,18 +6,10 @@
 #include "arg.h"
 
 #include <cstring>
-#include <stdexcept>
 
 expert_flags & expert_flags_get() {
     static expert_flags flags;
     return flags;
-}
-
-static const std::string & file_name(const std::string & value) {
-    if (value.empty()) {
-        throw std::invalid_argument("the path is empty: give a file, or leave the option out");
-    }
-    return value;
 }
 
 std::vector<common_arg> expert_args() {
@@ -25,7 +17,7 @@ std::vector<common_arg> expert_args() {
         common_arg({"--expert-pack"}, "{PATH,auto,none}",
             "take the routed experts from this expert pack; auto: the one beside the model\n"
             "(default: none, stock behaviour; weights are not repacked with a pack)",
-            [](common_params &, const std::string & value) { expert_flags_get().pack = value == "none" ? "" : value; })
+            [](common_params &, const std::string & value) { expert_flags_get().pack = value; })
             .set_env("LLAMA_ARG_EXPERT_PACK"),
         common_arg({"--expert-cache"}, "{SIZE,N%,auto}",
             "memory for experts on each device that computes expert layers: 20GiB, or 60% of what is free after the reserve; "
@@ -38,11 +30,12 @@ std::vector<common_arg> expert_args() {
         common_arg({"--expert-policy"}, "NAME", "policy that chooses which experts leave the cache; a wrong name lists them",
             [](common_params &, const std::string & value) { expert_flags_get().policy = value; })
             .set_env("LLAMA_ARG_EXPERT_POLICY"),
-        common_arg({"--expert-stage-slots"}, "N", "experts that are read at the same time at most (default: 12)",
-            [](common_params &, int value) { expert_flags_get().stage_slots = value; })
+        common_arg({"--expert-stage-slots"}, "N", "experts that are read at the same time at most, 1 to 1024 (default: 12)",
+            [](common_params &, const std::string & value) { expert_flags_get().stage_slots = value; })
             .set_env("LLAMA_ARG_EXPERT_STAGE_SLOTS"),
-        common_arg({"--expert-read-splits"}, "N", "parts that one expert is read in at most, in parallel (default: 64)",
-            [](common_params &, int value) { expert_flags_get().read_splits = value; })
+        common_arg({"--expert-read-splits"}, "N",
+            "parts that one expert is read in at most, in parallel, 1 to 1024 (default: 64)",
+            [](common_params &, const std::string & value) { expert_flags_get().read_splits = value; })
             .set_env("LLAMA_ARG_EXPERT_READ_SPLITS"),
         common_arg({"--expert-direct-io"}, {"--no-expert-direct-io"},
             "read experts past the page cache, with O_DIRECT (default: enabled)",
@@ -53,13 +46,13 @@ std::vector<common_arg> expert_args() {
             [](common_params &, const std::string & value) { expert_flags_get().verify = value; })
             .set_env("LLAMA_ARG_EXPERT_VERIFY"),
         common_arg({"--expert-stats-file"}, "FNAME", "file that gets the expert cache's counters as JSON",
-            [](common_params &, const std::string & value) { expert_flags_get().stats_file = file_name(value); })
+            [](common_params &, const std::string & value) { expert_flags_get().stats_file = value; })
             .set_env("LLAMA_ARG_EXPERT_STATS_FILE"),
         common_arg({"--expert-stats-interval"}, "SECONDS", "seconds between updates of the statistics file (default: 10)",
             [](common_params &, const std::string & value) { expert_flags_get().stats_interval = value; })
             .set_env("LLAMA_ARG_EXPERT_STATS_INTERVAL"),
         common_arg({"--expert-trace"}, "FNAME", "file that gets every lookup of experts, to replay with other policies",
-            [](common_params &, const std::string & value) { expert_flags_get().trace = file_name(value); })
+            [](common_params &, const std::string & value) { expert_flags_get().trace = value; })
             .set_env("LLAMA_ARG_EXPERT_TRACE"),
     };
     for (common_arg & arg : args) {

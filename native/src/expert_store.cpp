@@ -196,7 +196,7 @@ static bool is_host(ggml_backend_dev_t dev) { return ggml_backend_dev_type(dev) 
 static bool allocate_host(expert_arena & arena) {
     void * base = mmap(nullptr, arena.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) {
-        expert_set_last_error("the expert cache of %llu bytes can't be allocated in memory: %s; lower the expert cache",
+        expert_set_last_error("the expert cache of %llu bytes can't be allocated in memory: %s; lower expert_cache",
             (unsigned long long) arena.size, strerror(errno));
         return false;
     }
@@ -214,7 +214,7 @@ static bool allocate_device(expert_arena & arena) {
         size_t total = 0;
         ggml_backend_dev_memory(arena.dev, &free, &total);
         expert_set_last_error("the expert cache of %llu MiB can't be allocated on %s, which has %zu of %zu MiB free: lower "
-                              "the expert cache or raise its reserve",
+                              "expert_cache or raise expert_cache_reserve",
             (unsigned long long) (arena.size >> 20), ggml_backend_dev_name(arena.dev), free >> 20, total >> 20);
         return false;
     }

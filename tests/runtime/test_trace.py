@@ -93,7 +93,7 @@ def test_a_path_that_cannot_be_written_is_refused_at_load(tmp_path: Path) -> Non
     for _ in range(2):  # the refused load leaves nothing registered
         with pytest.raises(UsageError, match=r"folder.trace: the expert trace can't be written: No such file"):
             load(path, expert_trace=missing)
-    with pytest.raises(UsageError, match="nothing to record without expert_pack"):
+    with pytest.raises(UsageError, match="expert_trace would have no effect without expert_pack"):
         load(path, expert_pack=None, expert_trace=tmp_path / "x.trace")
 
 

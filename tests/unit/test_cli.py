@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -207,11 +208,35 @@ def test_inspect_with_budget(model: Path) -> None:
     assert "8 of 8 experts of 32768 bytes (100 %, 2 layers)" in run("inspect", model, "--budget", "1GiB").stdout
 
 
-@pytest.mark.parametrize(("budget", "sentence"), [("1", "is too small"), ("lots", "is not a size")])
+@pytest.mark.parametrize(
+    ("budget", "sentence"), [("1", "is too small"), ("lots", "the budget must be a size"), ("9" * 5000, "out of range")]
+)
 def test_inspect_with_wrong_budget(budget: str, sentence: str, model: Path) -> None:
     result = run("inspect", model, "--budget", budget)
     assert result.exit_code == 1
-    assert sentence in result.stderr
+    assert sentence in result.stderr and len(result.stderr) < 200
+
+
+def test_names_that_are_no_text(model: Path, tmp_path: Path) -> None:
+    """In a real process, whose output is strict UTF-8."""
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    model = model.rename(folder / "model.gguf")
+    pack = model.with_suffix(".expert-pack")
+
+    def stdout(*args: object) -> str:
+        command = [sys.executable, "-m", "pypack.cli", *map(os.fsencode, map(str, args))]
+        environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+        done = subprocess.run(command, capture_output=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode()
+
+    shown = f"{tmp_path}/\\xff/model"
+    assert json.loads(stdout("inspect", model, "--json"))["path"] == f"{shown}.gguf"
+    assert stdout("inspect", model).startswith(f"{shown}.gguf: model of")
+    for _ in range(2):
+        assert stdout("convert", model).startswith(f"{shown}.expert-pack is ")
+    assert stdout("verify", pack).startswith(f"{shown}.expert-pack is valid")
 
 
 def test_inspect_dense_model(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class _Path(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            check_path("the path", value)
+            check_path("it", value)
         except ExpertPackError as error:
             self.fail(f"{error}.", param, ctx)
         return super().convert(value, param, ctx)

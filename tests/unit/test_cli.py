@@ -114,7 +114,7 @@ def test_paths_that_no_file_can_have(path: str) -> None:
                 given = [path] if isinstance(parameter, click.Argument) else ["x", parameter.opts[0], path]
                 result = run(name, *given)
                 assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
-                assert "the path is" in result.stderr
+                assert "it must be the path of a file, not" in result.stderr
                 n_paths += 1
     assert n_paths == 7
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from pypack.convert import DEFAULT_SAFETY_MARGIN_BYTES, convert
 from pypack.errors import ExpertPackError
 from pypack.heat import draw_heat
 from pypack.inspect_pack import describe, format_table, to_json
+from pypack.printable import printable
 from pypack.progress import for_stderr
 from pypack.trace import read_trace
 from pypack.verify import verify
@@ -31,11 +34,23 @@ class _Group(click.Group):
             click.echo(f"error: {error}", err=True)
             ctx.exit(1)
         except OSError as error:
-            click.echo(f"error: {error.filename or 'input/output'}: {error.strerror}", err=True)
+            click.echo(printable(f"error: {error.filename or 'input/output'}: {error.strerror}"), err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted: what is finished is kept, run the same command to go on", err=True)
             ctx.exit(130)
+
+
+class _Path(click.Path):
+    """A path. An empty one, as of a variable that is not set, would mean the folder one is in."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the path is empty.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,18 +66,16 @@ def _refuse_nan(_: click.Context, __: click.Parameter, value: float) -> float:
 
 
 @cli.command("convert")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=_Path())
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=_Path(),
     help="The pack to write (ending in .expert-pack), or a folder for it. Default: beside the model.",
 )
 @click.option(
     "--jobs",
     type=click.IntRange(1, MAX_JOBS),
-    default=DEFAULT_JOBS,
-    show_default=True,
-    help="Threads that read, hash and write at the same time.",
+    help=f"Threads that read, hash and write at the same time. Default: as many as memory allows, up to {DEFAULT_JOBS}.",
 )
 @click.option(
     "--safety-margin-gib",
@@ -75,7 +88,7 @@ def _refuse_nan(_: click.Context, __: click.Parameter, value: float) -> float:
 @click.option("--force", is_flag=True, help="Replace a pack that is already there.")
 @click.option("--restart", is_flag=True, help="Throw away what an interrupted conversion has written.")
 def convert_command(
-    model: Path, output: Path | None, jobs: int, safety_margin_gib: float, force: bool, restart: bool
+    model: Path, output: Path | None, jobs: int | None, safety_margin_gib: float, force: bool, restart: bool
 ) -> None:
     """Make the expert pack of MODEL, a .gguf file or the first shard of a split one.
 
@@ -91,35 +104,37 @@ def convert_command(
         progress=for_stderr("convert"),
     )
     if result.reused:
-        click.echo(f"{result.path} is already complete ({result.pack_bytes} bytes)")
+        leftover = result.leftover
+        rest = f"; {leftover} is of a run with --force that did not finish: go on with --force, or remove it with --restart"
+        click.echo(
+            printable(f"{result.path} is already complete ({result.pack_bytes} bytes){rest if leftover else ''}")
+        )
     else:
         resumed = f", {result.resumed_layers} layers were there already" if result.resumed_layers else ""
-        click.echo(f"{result.path} is complete ({result.pack_bytes} bytes{resumed})")
+        click.echo(printable(f"{result.path} is complete ({result.pack_bytes} bytes{resumed})"))
 
 
 @cli.command("verify")
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.argument("pack", type=_Path())
 @click.option("--deep", is_flag=True, help="Also read every block and check its hash.")
 @click.option(
     "--source",
-    type=click.Path(path_type=Path),
+    type=_Path(),
     help="Also check that the pack belongs to this model; with --deep, compare every byte with it.",
 )
 @click.option(
     "--jobs",
     type=click.IntRange(1, MAX_JOBS),
-    default=DEFAULT_JOBS,
-    show_default=True,
-    help="Threads that read and hash at the same time.",
+    help=f"Threads that read and hash at the same time. Default: as many as memory allows, up to {DEFAULT_JOBS}.",
 )
-def verify_command(pack: Path, deep: bool, source: Path | None, jobs: int) -> None:
+def verify_command(pack: Path, deep: bool, source: Path | None, jobs: int | None) -> None:
     """Check the expert pack PACK: header, index, manifest and size; its blocks with --deep."""
     result = verify(pack, deep=deep, source=source, jobs=jobs, progress=for_stderr("verify"))
-    click.echo(f"{pack} is valid: {result}")
+    click.echo(printable(f"{pack} is valid: {result}"))
 
 
 @cli.command("inspect")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=_Path())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("--budget", help='Cache size to predict the slots for: "20GiB", or "60%" of all experts.')
 def inspect_command(path: Path, as_json: bool, budget: str | None) -> None:
@@ -129,19 +144,21 @@ def inspect_command(path: Path, as_json: bool, budget: str | None) -> None:
 
 
 @cli.command("heat")
-@click.argument("trace", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="The .png or .svg to write. Default: beside TRACE, .svg.")
+@click.argument("trace", type=_Path())
+@click.option("--out", type=_Path(), help="The .png or .svg to write. Default: beside TRACE, .svg.")
 @click.option("--ranked", is_flag=True, help="Each layer's experts from the most to the least used.")
 @click.option("--allow-cut", is_flag=True, help="Take what is there of a trace that was not ended.")
 def heat_command(trace: Path, out: Path | None, ranked: bool, allow_cut: bool) -> None:
     """Draw which experts the run recorded in TRACE used: a row a layer, a column an expert."""
     path = out or trace.with_suffix(".svg")
     draw_heat(read_trace(trace, allow_cut=allow_cut), path, ranked=ranked)
-    click.echo(f"wrote {path}")
+    click.echo(printable(f"wrote {path}"))
 
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command and exits: 0 when all is well, 1 on a domain error, 2 on wrong usage, 130 on Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name may have letters that the terminal has not
     cli.main(args, prog_name="expert-pack")
 
 

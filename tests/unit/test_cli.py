@@ -90,6 +90,19 @@ def test_convert_verify_inspect(model: Path) -> None:
     assert run("inspect", pack).exit_code == 0
 
 
+def test_what_a_stopped_run_with_force_has_left_is_named(model: Path) -> None:
+    pack = convert(model, safety_margin_bytes=0).path
+    partial = pack.with_name("model.expert-pack.partial")
+    partial.write_bytes(bytes(8192))
+    size = pack.stat().st_size
+    assert run("convert", model).stdout == (
+        f"{pack} is already complete ({size} bytes); {partial} is of a run with --force that did not finish: "
+        "go on with --force, or remove it with --restart\n"
+    )
+    assert run("convert", model, "--restart").stdout == f"{pack} is already complete ({size} bytes)\n"
+    assert not partial.exists()
+
+
 def test_error_is_one_line(tmp_path: Path) -> None:
     page = tmp_path / "model.gguf"
     page.write_bytes(b"<html>")

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.conditions import memory_cap
 from pypack import assemble, journal
 from pypack.convert import Conversion, convert
 from pypack.discover import find_layers
@@ -502,14 +503,32 @@ def test_name_that_no_manifest_may_hold(tmp_path: Path) -> None:
     assert names(tmp_path) == {"a\\b.gguf"}
 
 
-def test_memory_is_bounded_by_pieces(tmp_path: Path) -> None:
-    """One expert of 200 MB and jobs at their maximum: resident memory stays under 512 MiB."""
-    path = tmp_path / "model.gguf"
+def large_experts(path: Path) -> Path:
+    """Two of 200 MB."""
     model = GGUF(facts(n_expert=2), moe_tensors(0, n_expert=2, n_embd=4096, n_ff=4096))
     head = model.head()
     with open(path, "wb") as file:  # sparse: the experts are zeros
         file.write(head)
         file.truncate(-(-len(head) // 32) * 32 + sum(-(-t.size_bytes // 32) * 32 for t in model.tensors))
+    return path
+
+
+def test_little_memory(tmp_path: Path) -> None:
+    """Two jobs would be killed; the default is then one."""
+    path = large_experts(tmp_path / "model.gguf")
+    command = [sys.executable, "-m", "pypack.cli", "convert", str(path), "--safety-margin-gib", "0"]
+    try:
+        with memory_cap(110 << 20) as cap:
+            done = subprocess.run(cap.command(command), capture_output=True, text=True)
+    except UsageError as error:
+        pytest.skip(str(error))
+    assert done.returncode == 0, done.stderr
+    assert "is complete" in done.stdout
+
+
+def test_memory_is_bounded_by_pieces(tmp_path: Path) -> None:
+    """One expert of 200 MB and jobs at their maximum: resident memory stays under 512 MiB."""
+    path = large_experts(tmp_path / "model.gguf")
     script = (
         "import sys; from pypack.cli import main\n"
         "try: main(['convert', sys.argv[1], '--jobs', '6', '--safety-margin-gib', '0'])\n"

@@ -92,7 +92,7 @@ def _check_length(pack: Path) -> None:
         raise UsageError(f"folder {pack.parent} does not exist: make it, or choose another --output")
     longest = temporary_path(pack.with_name(pack.name + max(MANIFEST_SUFFIX, ".partial.json", key=len)))
     n_bytes, limit = len(os.fsencode(longest.name)), os.pathconf(pack.parent, "PC_NAME_MAX")
-    if n_bytes > limit or len(os.fsencode(longest)) >= _PATH_MAX:
+    if 0 < limit < n_bytes or len(os.fsencode(longest)) >= _PATH_MAX:  # -1: no limit
         raise UsageError(
             f"{pack} has too long a name: {longest.name} beside it has {n_bytes} bytes, and {limit} are allowed in a "
             f"name, {_PATH_MAX - 1} in a path: choose a shorter one with --output"

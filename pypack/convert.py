@@ -6,7 +6,8 @@
     NAME.expert-pack.manifest.json   written last: without it nothing accepts the pack
 
 What decides the result (the *plan*: the manifest before the header exists) is hashed into the journal, so
-that a run resumes only what it would itself have written.
+that a run resumes only what it would itself have written. Before anything is published, the reader's own code must
+open it, and samples of its experts must be the model's.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import subprocess
 import sys
@@ -11,28 +10,21 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from bench.conditions import memory_cap
 from pypack import assemble, journal
 from pypack.convert import Conversion, convert
-from pypack.discover import find_layers
 from pypack.errors import (
     DirectIOError,
-    GGUFError,
     PackError,
     ReadError,
     SourceMismatchError,
     SpaceError,
     UsageError,
 )
-from pypack.gguf_source import read_model
 from pypack.guard import Guard
-from pypack.manifest import canonical_sha256
-from pypack.output import Output
 from pypack.pack import open_pack
-from pypack.pack_format import Index
 from pypack.partial_pack import PartialPack
 from pypack.verify import verify
 from tests.gguf_bytes import GGUF, facts, moe_tensors, split, tiny_moe
@@ -557,65 +549,3 @@ def test_the_model_is_read_where_direct_io_fails_only_when_tried(
     assert files_of(path) == reference
     verify(path, deep=True, source=model)
     assert refused
-
-
-# ---- what a journal may claim
-
-
-def forge(model: Path, layers_done: int, index: bytes) -> None:
-    """A partial pack of the right size with this index, and a journal with all hashes right."""
-    module = import_module("pypack.convert")
-    found = read_model(model)
-    plan = module._make_plan(found, find_layers(found), Output(found, None))
-    partial = model.with_name("model.expert-pack.partial")
-    with open(partial, "wb") as file:
-        file.truncate(plan.files[0].size_bytes)
-        file.seek(4096)
-        file.write(index)
-    sha256 = hashlib.sha256(index).hexdigest()
-    claim = journal.Journal(
-        journal.FORMAT, canonical_sha256(plan).hex(), module._source_stamp(found), layers_done, sha256
-    )
-    partial.with_name("model.expert-pack.partial.json").write_bytes(msgspec.json.encode(claim))
-
-
-@pytest.mark.parametrize(
-    ("layers_done", "n_entries"), [(4, 55), (5, 0), (5, 55), (99, 0), (1 << 62, 0), ((1 << 64) - 1, 55), (1, 40)]
-)
-def test_a_journal_that_claims_too_much(layers_done: int, n_entries: int, model: Path) -> None:
-    """Finished layers whose index entries are zeros, and more layers than there are."""
-    forge(model, layers_done, bytes(40 * n_entries))
-    with pytest.raises(PackError, match=r"is damaged and cannot be resumed: use --restart"):
-        run(model)
-    assert not model.with_name("model.expert-pack").exists()
-    run(model, restart=True)
-
-
-def test_a_journal_with_places_and_digests_but_other_blocks(model: Path, reference: tuple[bytes, bytes]) -> None:
-    """The index of the finished pack, and blocks of zeros: what a disk that lost its writes would leave."""
-    forge(model, 4, reference[0][4096 : 4096 + 40 * 55])
-    with pytest.raises(SourceMismatchError, match=r"cannot be resumed.*blk.0.ffn_gate_exps.weight.*--restart"):
-        run(model)
-
-
-def test_nothing_is_published_that_would_not_open(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index on the disk is not what was written there."""
-    real = PartialPack.write_index
-
-    def write_index(self: PartialPack, entries: Index, first_key: int) -> None:
-        real(self, entries, first_key)
-        os.pwrite(self._fd, b"\xff", 4096)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PartialPack, "write_index", write_index)
-        with pytest.raises(PackError, match=r"is damaged and cannot be finished: use --restart.*index is damaged"):
-            run(model)
-    assert not model.with_name("model.expert-pack").exists()
-    verify(run(model, restart=True).path, deep=True, source=model)
-
-
-def test_a_manifest_that_no_reader_would_take_is_found_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("pypack.manifest"), "MAX_MANIFEST_BYTES", 1000)
-    with pytest.raises(GGUFError, match=r"cannot be packed, .* its manifest is larger than 1000 bytes"):
-        run(model)
-    assert names(model.parent) == {"model.gguf"}

@@ -63,15 +63,14 @@ class Guard:
 
     def _check(self, path: Path, info: os.stat_result, is_renamed_over: bool = False) -> None:
         problem = None
+        try:
+            check_mode(info.st_mode, path)
+        except OSError as error:
+            problem = error.strerror
         if any(os.path.samestat(info, shard) for shard in self._shards):
             problem = "it is a file of the model"
-        elif not is_renamed_over and info.st_nlink > 1:
+        elif problem is None and not is_renamed_over and info.st_nlink > 1:
             problem = f"the file has {info.st_nlink} names"
-        else:
-            try:
-                check_mode(info.st_mode, path)
-            except OSError as error:
-                problem = error.strerror
         if problem:
             raise UsageError(f"{path} is in the way ({problem}): move it away, or choose another --output")
 

@@ -64,7 +64,7 @@ class Output:
         """A link leads to a pack, or to where one may be; its manifest is there too."""
         if self.pack.suffix != PACK_SUFFIX or self.pack.is_symlink():
             raise UsageError(
-                f"{self.given} is a link to {self.pack}, which has no name of a pack ({PACK_SUFFIX}): "
+                f"{self.given} is a link to {self.pack}, where no pack ({PACK_SUFFIX}) can be: "
                 "remove the link, or choose another --output"
             )
         read_from = manifest_path(self.given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -82,6 +84,9 @@ class RangeReader:
         try:
             read_exact(self._fd, scratch[:span], start, n_needed=skipped + length, alignment=alignment)
         except OSError as error:
+            if error.errno == errno.EINVAL and alignment > 1:
+                self._leave_direct_io()
+                return self.read(offset, length, scratch)
             raise ReadError(
                 f"{self.path} cannot be read at byte {offset}: {error.strerror}", error.errno or 0
             ) from error
@@ -91,6 +96,11 @@ class RangeReader:
             os.posix_fadvise(self._fd, start, span, os.POSIX_FADV_DONTNEED)
         view: Bytes = np.frombuffer(scratch, np.uint8, count=length, offset=skipped)
         return view
+
+    def _leave_direct_io(self) -> None:
+        """For a file system that opens with O_DIRECT and gives a page, but no more. Other threads may be reading."""
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self.direct = False
 
 
 class BlockSource:

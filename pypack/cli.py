@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +46,10 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except ExpertPackError as error:
-            click.echo(f"error: {printable(error)}", err=True)
+            click.echo(f"error: {error}", err=True)
             ctx.exit(1)
         except OSError as error:
-            click.echo(f"error: {printable(error.filename or 'input/output')}: {error.strerror or error}", err=True)
+            click.echo(printable(f"error: {error.filename or 'input/output'}: {error.strerror or error}"), err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted: what is finished is kept, run the same command to go on", err=True)
@@ -76,9 +78,7 @@ def _refuse_nan(_: click.Context, __: click.Parameter, value: float) -> float:
 @click.option(
     "--jobs",
     type=click.IntRange(1, MAX_JOBS),
-    default=DEFAULT_JOBS,
-    show_default=True,
-    help="Threads that read, hash and write at the same time.",
+    help=f"Threads that read, hash and write at the same time. Default: as many as memory allows, up to {DEFAULT_JOBS}.",
 )
 @click.option(
     "--safety-margin-gib",
@@ -91,7 +91,7 @@ def _refuse_nan(_: click.Context, __: click.Parameter, value: float) -> float:
 @click.option("--force", is_flag=True, help="Replace a pack that is already there.")
 @click.option("--restart", is_flag=True, help="Throw away what an interrupted conversion has written.")
 def convert_command(
-    model: Path, output: Path | None, jobs: int, safety_margin_gib: float, force: bool, restart: bool
+    model: Path, output: Path | None, jobs: int | None, safety_margin_gib: float, force: bool, restart: bool
 ) -> None:
     """Make the expert pack of MODEL, a .gguf file or the first shard of a split one.
 
@@ -107,10 +107,14 @@ def convert_command(
         progress=for_stderr("convert"),
     )
     if result.reused:
-        click.echo(f"{printable(result.path)} is already complete ({result.pack_bytes} bytes)")
+        leftover = result.leftover
+        rest = f"; {leftover} is of a run with --force that did not finish: go on with --force, or remove it with --restart"
+        click.echo(
+            printable(f"{result.path} is already complete ({result.pack_bytes} bytes){rest if leftover else ''}")
+        )
     else:
         resumed = f", {result.resumed_layers} layers were there already" if result.resumed_layers else ""
-        click.echo(f"{printable(result.path)} is complete ({result.pack_bytes} bytes{resumed})")
+        click.echo(printable(f"{result.path} is complete ({result.pack_bytes} bytes{resumed})"))
 
 
 @cli.command("verify")
@@ -124,14 +128,12 @@ def convert_command(
 @click.option(
     "--jobs",
     type=click.IntRange(1, MAX_JOBS),
-    default=DEFAULT_JOBS,
-    show_default=True,
-    help="Threads that read and hash at the same time.",
+    help=f"Threads that read and hash at the same time. Default: as many as memory allows, up to {DEFAULT_JOBS}.",
 )
-def verify_command(pack: Path, deep: bool, source: Path | None, jobs: int) -> None:
+def verify_command(pack: Path, deep: bool, source: Path | None, jobs: int | None) -> None:
     """Check the expert pack PACK: header, index, manifest and size; its blocks with --deep."""
     result = verify(pack, deep=deep, source=source, jobs=jobs, progress=for_stderr("verify"))
-    click.echo(f"{printable(pack)} is valid: {result}")
+    click.echo(printable(f"{pack} is valid: {result}"))
 
 
 @cli.command("inspect")
@@ -154,11 +156,13 @@ def heat_command(trace: Path, out: Path | None, ranked: bool, allow_cut: bool) -
     found = read_trace(trace, allow_cut=allow_cut)  # first: a folder may have no name to put .svg behind
     path = out or trace.with_suffix(".svg")
     draw_heat(found, path, ranked=ranked)
-    click.echo(f"wrote {printable(path)}")
+    click.echo(printable(f"wrote {path}"))
 
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command and exits: 0 when all is well, 1 on a domain error, 2 on wrong usage, 130 on Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name may have letters that the terminal has not
     cli.main(args, prog_name="expert-pack")
 
 

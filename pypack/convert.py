@@ -6,7 +6,8 @@
     NAME.expert-pack.manifest.json   written last: without it nothing accepts the pack
 
 What decides the result (the *plan*: the manifest before the header exists) is hashed into the journal, so
-that a run resumes only what it would itself have written.
+that a run resumes only what it would itself have written. Before anything is published, the reader's own code must
+open it, and samples of its experts must be the model's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import threading
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -26,8 +27,8 @@ import xxhash
 
 from pypack.assemble import BlockSource, Buffers, Chunk, plan_chunks
 from pypack.discover import find_layers
-from pypack.errors import PackError, SourceMismatchError, SpaceError, UsageError
-from pypack.fingerprint import model_facts, source_difference, source_fingerprint
+from pypack.errors import GGUFError, PackError, SourceMismatchError, UsageError
+from pypack.fingerprint import model_facts, source_fingerprint
 from pypack.gguf_source import GGUFModel, read_model
 from pypack.journal import FORMAT as JOURNAL_FORMAT
 from pypack.journal import Journal, read_journal, remove, sync_folder, write_atomically
@@ -40,12 +41,17 @@ from pypack.manifest import (
     canonical_sha256,
     encode_manifest,
     is_plain_name,
+    unreadable,
 )
-from pypack.pack import PACK_SUFFIX, manifest_path, open_pack, pack_path_for
+from pypack.os_errors import os_errors
+from pypack.output import Output
+from pypack.pack import Pack, check_pack, manifest_path, open_pack
 from pypack.pack_format import ENTRY, HEADER_BYTES, VERSION, Index, make_header, make_index
 from pypack.partial_pack import PartialPack, write_error
 from pypack.progress import Progress, Silent
-from pypack.workers import DEFAULT_JOBS, check_jobs, map_in_order
+from pypack.regular_file import open_regular
+from pypack.samples import expert_difference
+from pypack.workers import check_jobs, map_in_order
 
 DEFAULT_SAFETY_MARGIN_BYTES = 1 << 30
 # Every sync makes the drive empty its cache; a kill costs at most this and the layer in work.
@@ -54,19 +60,23 @@ CHECKPOINT_INTERVAL_S = 5.0
 
 @dataclass(frozen=True)
 class Conversion:
-    """What :func:`convert` did. ``reused``: the pack was there; ``resumed_layers``: already done before."""
+    """What :func:`convert` did. ``reused``: the pack was there; ``resumed_layers``: already done before.
+
+    ``leftover``: beside a pack that was there, what a run with ``force`` has written that was stopped.
+    """
 
     path: Path
     pack_bytes: int
     reused: bool
     resumed_layers: int
+    leftover: Path | None = None
 
 
 def convert(
     model_path: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
     *,
-    jobs: int = DEFAULT_JOBS,
+    jobs: int | None = None,
     safety_margin_bytes: int = DEFAULT_SAFETY_MARGIN_BYTES,
     force: bool = False,
     restart: bool = False,
@@ -76,40 +86,39 @@ def convert(
 
     Args:
         output: the pack (ending in .expert-pack) or an existing folder; default: beside the model.
-        jobs: threads, each with one read or write of up to 32 MiB in flight.
+        jobs: threads, each with one read or write of up to 32 MiB in flight. Default: as many as memory allows, up to 4.
         safety_margin_bytes: free space that must remain on the disk.
         force: write the pack anew even if there is one, and replace it.
         restart: throw away what an interrupted conversion has written.
 
     Raises ExpertPackError. On KeyboardInterrupt and most errors the finished layers stay for the next call.
     """
-    check_jobs(jobs)
+    jobs = check_jobs(jobs)
     model = read_model(model_path)
-    layers = find_layers(model)
-    path = _output_path(model, output)
-    plan = _make_plan(model, layers, path)
-    reused = Conversion(path, plan.files[0].size_bytes, reused=True, resumed_layers=0)
-    if not force and _is_finished(path, plan):
-        _remove_stale_journal(path)
-        return reused
-    _check_folder(path.parent)
-    with PartialPack(_partial_path(path)) as partial:
-        # Again, now that no other conversion can be finishing it.
-        if not force and (_is_finished(path, plan) or _finish_published(path, plan)):
-            return reused
-        run = _Run(model, plan, path, partial, progress or Silent())
-        run.prepare(restart, safety_margin_bytes)
-        resumed_layers = run.layers_done
-        run.write_layers(jobs)
-        run.publish()
-    return Conversion(path, plan.files[0].size_bytes, reused=False, resumed_layers=resumed_layers)
+    with os_errors(model.path):
+        out = Output(model, output)
+        plan = _make_plan(model, find_layers(model), out)
+        reused = Conversion(out.given, plan.files[0].size_bytes, reused=True, resumed_layers=0)
+        if not force and _is_finished(out, model, plan):
+            return replace(reused, leftover=_leftover(out, restart))
+        out.check_writable()
+        with PartialPack(out.partial, out.guard) as partial:
+            # Again, now that no other conversion can be finishing it.
+            if not force and (_is_finished(out, model, plan) or _finish_published(out, model, plan)):
+                return reused
+            run = _Run(model, plan, out, partial, progress or Silent())
+            run.prepare(restart, safety_margin_bytes)
+            resumed_layers = run.layers_done
+            run.write_layers(jobs)
+            run.publish()
+    return Conversion(out.given, plan.files[0].size_bytes, reused=False, resumed_layers=resumed_layers)
 
 
 class _Run:
     """One conversion that holds the lock of its partial pack."""
 
-    def __init__(self, model: GGUFModel, plan: Manifest, path: Path, partial: PartialPack, progress: Progress) -> None:
-        self.model, self.plan, self.path, self.partial, self.progress = model, plan, path, partial, progress
+    def __init__(self, model: GGUFModel, plan: Manifest, out: Output, partial: PartialPack, progress: Progress) -> None:
+        self.model, self.plan, self.out, self.partial, self.progress = model, plan, out, partial, progress
         self.plan_sha256 = canonical_sha256(plan)
         self.stamp = _source_stamp(model)
         self.index: Index = make_index(plan.layers)
@@ -118,15 +127,14 @@ class _Run:
 
     def prepare(self, restart: bool, safety_margin_bytes: int) -> None:
         """Takes over what an earlier run has written, or clears it; makes sure the rest fits the disk."""
-        journal_path = _journal_path(self.path)
-        journal = None if restart else read_journal(journal_path)
+        journal = None if restart else read_journal(self.out.journal)
         if journal is None or self.partial.size_bytes == 0:
-            remove(journal_path)
+            remove(self.out.journal)
             self.partial.clear()
         else:
             self._resume(journal)
         size_bytes = self.plan.files[0].size_bytes
-        _check_space(self.path, size_bytes - self.partial.allocated_bytes, safety_margin_bytes)
+        self.out.check_space(size_bytes - self.partial.allocated_bytes, safety_margin_bytes)
         self.partial.reserve(size_bytes)
 
     def _resume(self, journal: Journal) -> None:
@@ -135,17 +143,30 @@ class _Run:
             raise SourceMismatchError(
                 f"{self.partial.path} cannot be resumed: {what} changed since; use --restart to begin again"
             )
-        layers = self.plan.layers
-        done = journal.layers_done
-        n_keys = layers[done].first_key if done < len(layers) else len(self.index)
-        data = self.partial.read_index(n_keys) if done <= len(layers) else b""
+        layers, done = self.plan.layers, journal.layers_done
+        n_keys = sum(layer.n_expert for layer in layers[:done])
+        data = self.partial.read_index(n_keys)
         if (
-            self.partial.size_bytes != self.plan.files[0].size_bytes
+            done > len(layers)
+            or self.partial.size_bytes != self.plan.files[0].size_bytes
             or hashlib.sha256(data).hexdigest() != journal.index_sha256
+            or not self._take_index(np.frombuffer(data, ENTRY))
         ):
             raise PackError(f"{self.partial.path} is damaged and cannot be resumed: use --restart to begin again")
-        self.index[:n_keys] = np.frombuffer(data, ENTRY)
+        changed = expert_difference(self.model, layers[:done], self.partial.path)
+        if changed:
+            raise SourceMismatchError(
+                f"{self.partial.path} cannot be resumed, the model has changed since ({changed}); "
+                "use --restart to begin again"
+            )
         self.layers_done = done
+
+    def _take_index(self, entries: Index) -> bool:
+        """Takes over the entries of the first keys, if they are in their places."""
+        known = self.index[: len(entries)].copy()
+        known["digest"] = entries["digest"]
+        self.index[: len(entries)] = known
+        return bool(known.tobytes() == entries.tobytes())
 
     def write_layers(self, jobs: int) -> None:
         """Writes the blocks of all layers that are not done yet, several chunks at a time."""
@@ -183,31 +204,32 @@ class _Run:
 
     def _write_journal(self, index_sha256: str) -> None:
         journal = Journal(JOURNAL_FORMAT, self.plan_sha256.hex(), self.stamp, self.layers_done, index_sha256)
-        path = _journal_path(self.path)
         try:
-            write_atomically(path, msgspec.json.encode(journal))
+            write_atomically(self.out.journal, msgspec.json.encode(journal), self.out.guard)
         except OSError as error:
-            raise write_error(path, error, kept=True) from error
+            raise write_error(self.out.journal, error, kept=True) from error
 
     def publish(self) -> None:
         """Turns the complete partial pack into the finished one."""
-        if _source_stamp(self.model) != self.stamp:
+        changed = expert_difference(self.model, self.plan.layers, self.partial.path)
+        if changed or _source_stamp(self.model) != self.stamp:
             raise SourceMismatchError(
                 f"{self.model.path} changed while it was converted: use --restart once it stays as it is"
             )
-        header = make_header(self.plan.layers, self.index.tobytes(), self.plan_sha256)
-        page = header.encode()
-        assert self.partial.read_index(len(self.index)) == self.index.tobytes()
+        page = make_header(self.plan.layers, self.index.tobytes(), self.plan_sha256).encode()
+        manifest = _manifest(self.plan, page)
+        self.partial.check(page, manifest, self.out.manifest)
         self.partial.write_header(page)
         self.partial.sync()
+        pack = self.out.pack
         try:
-            remove(manifest_path(self.path))  # with force: of the pack that is now replaced
-            sync_folder(self.path.parent)
-            self.partial.path.replace(self.path)
-            sync_folder(self.path.parent)
+            remove(self.out.manifest)  # with force: of the pack that is now replaced
+            sync_folder(pack.parent)
+            self.partial.path.replace(pack)
+            sync_folder(pack.parent)
         except OSError as error:
-            raise write_error(self.path, error, kept=True) from error
-        _write_manifest(self.path, self.plan, page)
+            raise write_error(pack, error, kept=True) from error
+        _write_manifest(self.out, manifest)
 
 
 class _ChunkWriter:
@@ -234,43 +256,28 @@ class _ChunkWriter:
         return [hash_.digest() for hash_ in hashes]
 
 
-def _output_path(model: GGUFModel, output: str | os.PathLike[str] | None) -> Path:
-    if output is None:
-        return pack_path_for(model.path)
-    path = Path(output)
-    if path.is_dir():
-        return path / pack_path_for(model.path).name
-    if path.suffix != PACK_SUFFIX or path.name == PACK_SUFFIX:
-        raise UsageError(f"output {path} must end in {PACK_SUFFIX} or be an existing folder")
-    return path
-
-
-def _partial_path(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
-def _journal_path(path: Path) -> Path:
-    return path.with_name(path.name + ".partial.json")
-
-
-def _make_plan(model: GGUFModel, layers: list[Layer], path: Path) -> Manifest:
-    for name in (path.name, *(shard.name for shard in model.shards)):
+def _make_plan(model: GGUFModel, layers: list[Layer], out: Output) -> Manifest:
+    for name in (out.pack.name, *(shard.name for shard in model.shards)):
         if not is_plain_name(name):
             raise UsageError(f"file name {name!r} cannot be written into a manifest: rename the file")
     last = layers[-1]
     end = last.data_offset + last.n_expert * last.block_bytes
-    return Manifest(
+    plan = Manifest(
         format=FORMAT,
         version=VERSION,
         complete=True,
         alignment=ALIGNMENT,
-        files=(PackFile(path.name, end),),
+        files=(PackFile(out.pack.name, end),),
         source=source_fingerprint(model),
         model=model_facts(model),
         layers=tuple(layers),
         builder=BUILDER,
         header_sha256="",
     )
+    problem = unreadable(plan)
+    if problem:
+        raise GGUFError(f"{model.path} cannot be packed, no reader would take the pack: its manifest {problem}")
+    return plan
 
 
 def _source_stamp(model: GGUFModel) -> str:
@@ -282,11 +289,12 @@ def _source_stamp(model: GGUFModel) -> str:
     return sha.hexdigest()
 
 
-def _is_finished(path: Path, plan: Manifest) -> bool:
+def _is_finished(out: Output, model: GGUFModel, plan: Manifest) -> bool:
     """Whether the finished pack of this model is already there. Raises if something else is."""
+    path = out.given
     if not path.exists():
         return False
-    if not manifest_path(path).exists() and _journal_path(path).exists():
+    if not manifest_path(path).exists() and out.journal.exists():
         return False  # interrupted between the last two steps: _finish_published() decides
     try:
         pack = open_pack(path)
@@ -294,71 +302,62 @@ def _is_finished(path: Path, plan: Manifest) -> bool:
         raise UsageError(
             f"{path} is in the way and is no finished pack ({error}): use --force to replace it"
         ) from error
-    difference = source_difference(pack.manifest.source, plan.source)
-    if difference is None and pack.manifest.layers != plan.layers:
-        difference = "its layers are not those of the model"
+    _check_same(pack, model, plan)
+    return True
+
+
+def _check_same(pack: Pack, model: GGUFModel, plan: Manifest) -> None:
+    difference = pack.difference(model, plan.source, plan.layers)
     if difference:
         raise SourceMismatchError(
-            f"{path} is the pack of another model ({difference}): use --force to replace it, or another --output"
+            f"{pack.path} is the pack of another model: {difference}; use --force to replace it, or another --output"
         )
-    return True
 
 
-def _remove_stale_journal(path: Path) -> None:
-    """Of a run that was stopped between writing the manifest and this, its last step."""
-    if not _partial_path(path).exists():
-        with contextlib.suppress(OSError):
-            remove(_journal_path(path))
+def _leftover(out: Output, restart: bool) -> Path | None:
+    """What lies beside a finished pack: nothing, or the partial pack of a run with force, unless ``restart``."""
+    if out.partial.exists() and not restart:
+        return out.partial
+    if out.partial.exists():
+        with PartialPack(out.partial, out.guard) as partial:
+            remove(out.journal)
+            partial.clear()
+        return None
+    with contextlib.suppress(OSError):
+        remove(out.journal)  # of a run that was stopped between writing the manifest and this, its last step
+    return None
 
 
-def _finish_published(path: Path, plan: Manifest) -> bool:
+def _finish_published(out: Output, model: GGUFModel, plan: Manifest) -> bool:
     """Writes the manifest of a pack that was renamed but whose run was stopped before the manifest."""
-    if not path.exists():
+    if not out.pack.exists():
         return False
-    journal = read_journal(_journal_path(path))
-    with open(path, "rb", buffering=0) as file:
-        page = os.pread(file.fileno(), HEADER_BYTES, 0)
-        index = os.pread(file.fileno(), len(make_index(plan.layers)) * ENTRY.itemsize, HEADER_BYTES)
-    complete = (
-        journal is not None
-        and journal.layers_done == len(plan.layers)
-        and hashlib.sha256(index).hexdigest() == journal.index_sha256
-        and page == make_header(plan.layers, index, canonical_sha256(plan)).encode()
-        and path.stat().st_size == plan.files[0].size_bytes
-    )
-    if not complete:
-        raise UsageError(f"{path} is in the way and has no manifest: use --force to replace it")
-    _write_manifest(path, plan, page)
+    journal = read_journal(out.journal)
+    fd = open_regular(out.pack)
+    try:
+        page = os.pread(fd, HEADER_BYTES, 0)
+        manifest = _manifest(plan, page)
+        pack = check_pack(out.pack, fd, page, manifest, out.manifest)
+        if journal is None or journal.index_sha256 != pack.header.index_sha256.hex():
+            raise PackError("its journal is not there")
+    except PackError:
+        raise UsageError(f"{out.pack} is in the way and has no manifest: use --force to replace it") from None
+    finally:
+        os.close(fd)
+    _check_same(pack, model, plan)
+    _write_manifest(out, manifest)
     return True
 
 
-def _write_manifest(path: Path, plan: Manifest, header_page: bytes) -> None:
+def _manifest(plan: Manifest, header_page: bytes) -> bytes:
+    return encode_manifest(msgspec.structs.replace(plan, header_sha256=hashlib.sha256(header_page).hexdigest()))
+
+
+def _write_manifest(out: Output, manifest: bytes) -> None:
     """The last step: from here on the pack is accepted. Then the journal can go."""
-    manifest = msgspec.structs.replace(plan, header_sha256=hashlib.sha256(header_page).hexdigest())
     try:
-        write_atomically(manifest_path(path), encode_manifest(manifest))
-        remove(_journal_path(path))
-        sync_folder(path.parent)
+        write_atomically(out.manifest, manifest, out.guard)
+        remove(out.journal)
+        sync_folder(out.manifest.parent)
     except OSError as error:
-        raise write_error(manifest_path(path), error, kept=True) from error
-
-
-def _check_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise UsageError(f"folder {folder} does not exist: make it, or choose another --output")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"folder {folder} is read-only: choose a folder you may write to with --output")
-
-
-def _check_space(path: Path, needed_bytes: int, safety_margin_bytes: int) -> None:
-    stats = os.statvfs(path.parent)
-    free_bytes = stats.f_bavail * stats.f_frsize
-    if stats.f_blocks == 0:  # as on ramfs: it does not say
-        return
-    if needed_bytes > 0 and needed_bytes + safety_margin_bytes > free_bytes:
-        gib = 1 << 30
-        raise SpaceError(
-            f"{path.parent} has {free_bytes / gib:.2f} GiB free, but {path.name} needs "
-            f"{needed_bytes / gib:.2f} GiB more and a margin of {safety_margin_bytes / gib:.2f} GiB: "
-            "free some space, choose another --output, or lower --safety-margin-gib"
-        )
+        raise write_error(out.manifest, error, kept=True) from error

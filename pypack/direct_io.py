@@ -22,8 +22,11 @@ import numpy as np
 
 from pypack.errors import DirectIOError, ReadError
 from pypack.layout import ALIGNMENT
+from pypack.regular_file import open_regular
 
-__all__ = ["PreadInto", "address", "aligned_buffer", "open_file", "pread_into", "read_exact"]
+__all__ = ["WITHOUT_DIRECT_IO", "PreadInto", "address", "aligned_buffer", "open_file", "pread_into", "read_exact"]
+
+WITHOUT_DIRECT_IO = "move the file to a local disk, or turn direct I/O off with expert_direct_io=False"
 
 PreadInto = Callable[[int, memoryview, int], int]
 """(fd, buffer, offset) -> bytes read into the buffer, 0 at the end of the file; raises OSError."""
@@ -54,7 +57,7 @@ def open_file(path: str | os.PathLike[str], direct_io: bool = True) -> int:
     Raises :class:`DirectIOError` if that is not possible, :class:`ReadError` if the file cannot be opened.
     """
     path = Path(path)
-    flags = os.O_RDONLY | os.O_CLOEXEC
+    flags = os.O_RDONLY
     if not direct_io:
         return _open(path, flags)
     if not hasattr(os, "O_DIRECT"):
@@ -63,6 +66,7 @@ def open_file(path: str | os.PathLike[str], direct_io: bool = True) -> int:
         fd = _open(path, flags | os.O_DIRECT)
     except ReadError as error:
         if error.errno == errno.EINVAL:
+            os.close(_open(path, flags))  # opens without it, or says what is wrong
             raise _impossible(path, "the file system refuses to open files with O_DIRECT") from error
         raise
     try:
@@ -109,7 +113,7 @@ def read_exact(
 
 def _open(path: Path, flags: int) -> int:
     try:
-        return os.open(path, flags)
+        return open_regular(path, flags)
     except OSError as error:
         raise ReadError(f"{path}: cannot be opened: {error.strerror}", error.errno or 0) from error
 
@@ -146,7 +150,4 @@ def _check_read(path: Path, fd: int) -> None:
 
 
 def _impossible(path: Path, why: str) -> DirectIOError:
-    return DirectIOError(
-        f"{path}: direct I/O is not possible: {why}; move the file to a local disk, or turn direct I/O off "
-        "with expert_direct_io=False"
-    )
+    return DirectIOError(f"{path}: direct I/O is not possible: {why}; {WITHOUT_DIRECT_IO}")

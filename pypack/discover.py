@@ -10,8 +10,9 @@ from pypack.gguf_source import GGUFModel
 from pypack.layout import Layer, Weight, lay_out_pack
 from pypack.pack_format import ENTRY_BYTES, HEADER_BYTES
 
-ROUTED_NAME = re.compile(r"^blk\.(0|[1-9]\d{0,8})\.ffn_(gate_up|gate|up|down)_(exps|chexps)\.weight$")
-_SINGLE_EXPERT_NAME = re.compile(r"^blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight$")
+# for fullmatch: "$" would let a newline follow
+ROUTED_NAME = re.compile(r"blk\.(0|[1-9]\d{0,8})\.ffn_(gate_up|gate|up|down)_(exps|chexps)\.weight", re.ASCII)
+_SINGLE_EXPERT_NAME = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight", re.ASCII)
 _MAX_KEYS = (1 << 31) - 1
 
 
@@ -19,7 +20,7 @@ def find_layers(model: GGUFModel) -> list[Layer]:
     """The pack layers of a model, laid out. Raises GGUFError if it has none or they contradict each other."""
     groups: dict[tuple[int, str], list[Weight]] = {}
     for tensor in model.tensors.values():
-        match = ROUTED_NAME.match(tensor.name)
+        match = ROUTED_NAME.fullmatch(tensor.name)
         # A layer of one expert has nothing to route: its tensors are written with two dimensions.
         if match and len(tensor.ne) >= 3 and tensor.ne[3:] in ((), (1,)):
             key = (int(match[1]), match[3])
@@ -51,7 +52,7 @@ def _check_group(model: GGUFModel, block: int, group: str, weights: list[Weight]
 
 
 def _why_none(model: GGUFModel) -> str:
-    if any(_SINGLE_EXPERT_NAME.match(name) for name in model.tensors):
+    if any(_SINGLE_EXPERT_NAME.fullmatch(name) for name in model.tensors):
         return (
             f"{model.path} keeps each expert in its own tensor, a layout llama.cpp no longer loads: "
             "convert the model again with a current convert_hf_to_gguf.py"

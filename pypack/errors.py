@@ -16,6 +16,8 @@ ExpertPackError           one clear sentence; the CLI prints it and exits 1
 
 from __future__ import annotations
 
+from pypack.printable import printable
+
 __all__ = [
     "BudgetError",
     "DecodeError",
@@ -33,7 +35,10 @@ __all__ = [
 
 
 class ExpertPackError(Exception):
-    """Base of all errors of this package; its text is one sentence for a person."""
+    """Base of all errors of this package; its text is one sentence for a person, safe to print."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class GGUFError(ExpertPackError):

@@ -7,19 +7,17 @@ fingerprint also hashes the first page of every tensor that is not packed: norms
 from __future__ import annotations
 
 import hashlib
-import os
-from contextlib import ExitStack
 
 from pypack.discover import ROUTED_NAME
-from pypack.errors import ReadError
 from pypack.gguf_source import GGUFModel
 from pypack.manifest import ModelFacts, Source, SourceShard
+from pypack.samples import SAMPLE_BYTES, read_ranges
 
-SAMPLE_BYTES = 4096
+MAX_NAME_CHARS = 1000  # of a GGUF's 64 MiB
 
 
 def source_fingerprint(model: GGUFModel) -> Source:
-    """The fingerprint of a model, from its heads and a sample of its trunk. Raises ReadError."""
+    """The fingerprint of a model, from its heads and a sample of its trunk. Raises ReadError or OSError."""
     shards = tuple(SourceShard(s.name, s.size_bytes, s.head_sha256) for s in model.shards)
     return Source(shards, _trunk_sha256(model))
 
@@ -44,11 +42,11 @@ def model_facts(model: GGUFModel) -> ModelFacts:
     def count(key: str) -> int:
         value = model.metadata.get(f"{model.architecture}.{key}", 0)
         values = value if isinstance(value, tuple) else (value,)
-        return max((v for v in values if isinstance(v, int) and 0 <= v < 1 << 32), default=0)
+        return max((v for v in values if type(v) is int and 0 <= v < 1 << 32), default=0)  # a bool is none
 
     return ModelFacts(
         model.architecture,
-        model.name,
+        model.name[:MAX_NAME_CHARS],
         count("block_count"),
         count("expert_count"),
         count("expert_used_count"),
@@ -57,19 +55,11 @@ def model_facts(model: GGUFModel) -> ModelFacts:
 
 def _trunk_sha256(model: GGUFModel) -> str:
     sha = hashlib.sha256()
-    trunk = [t for t in model.tensors.values() if not ROUTED_NAME.match(t.name)]
-    with ExitStack() as stack:
-        fds = [stack.enter_context(open(s.path, "rb", buffering=0)).fileno() for s in model.shards]
-        for tensor in sorted(trunk, key=lambda t: (t.file_id, t.offset)):
-            wanted = min(SAMPLE_BYTES, tensor.size_bytes)
-            path = model.shards[tensor.file_id].path
-            try:
-                data = os.pread(fds[tensor.file_id], wanted, tensor.offset)
-            except OSError as error:
-                raise ReadError(
-                    f"{path} cannot be read at byte {tensor.offset}: {error.strerror}", error.errno or 0
-                ) from error
-            if len(data) != wanted:
-                raise ReadError(f"{path} was cut short while it was read, at byte {tensor.offset + len(data)}")
+    trunk: list[list[tuple[int, int]]] = [[] for _ in model.shards]
+    for tensor in model.tensors.values():
+        if not ROUTED_NAME.fullmatch(tensor.name):
+            trunk[tensor.file_id].append((tensor.offset, min(SAMPLE_BYTES, tensor.size_bytes)))
+    for shard, ranges in zip(model.shards, trunk, strict=True):
+        for data in read_ranges(shard.path, sorted(ranges)):
             sha.update(data)
     return sha.hexdigest()

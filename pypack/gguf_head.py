@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from pypack.errors import GGUFError, ReadError
 from pypack.ggml_types import GGML_TYPES, row_bytes
+from pypack.regular_file import open_regular
 
 Scalar = bool | int | float | str
 
@@ -65,17 +65,17 @@ class Head:
 def read_head(path: Path, file_id: int) -> Head:
     """Reads and checks the head of one file. Raises GGUFError, or ReadError if it cannot be read at all."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode):
-                raise GGUFError(f"{path} is not a regular file: give the path of a .gguf file")
-            return _parse(_Cursor(path, file.fileno(), info.st_size), file_id)
+        fd = open_regular(path)
+        try:
+            return _parse(_Cursor(path, fd, os.fstat(fd).st_size), file_id)
+        finally:
+            os.close(fd)
     except IsADirectoryError:
         raise GGUFError(f"{path} is a folder: give the path of a .gguf file in it") from None
     except FileNotFoundError:
         raise GGUFError(f"{path} does not exist: check the model's path") from None
     except OSError as error:
-        raise ReadError(f"{path} cannot be read: {error.strerror}", error.errno or 0) from error
+        raise ReadError(f"{path} cannot be read: {error.strerror}; check the model's path", error.errno or 0) from error
 
 
 class _Cursor:

@@ -15,8 +15,10 @@ from pathlib import Path
 
 from pypack.errors import GGUFError
 from pypack.gguf_head import Head, Tensor, read_head
+from pypack.os_errors import os_errors
+from pypack.user_values import check_path
 
-SHARD_NAME = re.compile(r"^(?P<prefix>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
+SHARD_NAME = re.compile(r"(?P<prefix>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 MAX_SHARDS = 65_535  # split.count is 16 bits wide
 
 
@@ -54,13 +56,21 @@ class GGUFModel:
 def model_stem(path: str | os.PathLike[str]) -> str:
     """The model's name without ``.gguf`` and without the shard suffix ``-00001-of-000NN``."""
     name = Path(path).name
-    match = SHARD_NAME.match(name)
+    match = SHARD_NAME.fullmatch(name)
     return match["prefix"] if match else name.removesuffix(".gguf")
 
 
 def read_model(path: str | os.PathLike[str]) -> GGUFModel:
-    """Reads the heads of all shards of the model whose only or first file is ``path``. Raises GGUFError."""
-    first_path = Path(path)
+    """Reads the heads of all shards of the model whose only or first file is ``path``.
+
+    Raises GGUFError, UsageError for an impossible path, or ReadError if the operating system refuses.
+    """
+    first_path = Path(check_path("the path of the model", path))
+    with os_errors(first_path):
+        return _read_model(first_path)
+
+
+def _read_model(first_path: Path) -> GGUFModel:
     first = read_head(first_path, 0)
     count = _split_value(first_path, first, "split.count", default=1)
     if count <= 1:
@@ -78,7 +88,7 @@ def read_model(path: str | os.PathLike[str]) -> GGUFModel:
 
 
 def _check_single(path: Path) -> None:
-    match = SHARD_NAME.match(path.name)
+    match = SHARD_NAME.fullmatch(path.name)
     if match and int(match["count"]) > 1:
         raise GGUFError(
             f"{path} is named as shard {int(match['no'])} of {int(match['count'])} but its metadata has no "
@@ -89,7 +99,7 @@ def _check_single(path: Path) -> None:
 def _other_heads(first_path: Path, first: Head, count: int) -> list[tuple[Path, Head]]:
     """Heads of shards 2..count, found by name beside the first (beside the link, if that is one)."""
     number = _split_value(first_path, first, "split.no")
-    match = SHARD_NAME.match(first_path.name)
+    match = SHARD_NAME.fullmatch(first_path.name)
     if number != 0:
         hint = f"{match['prefix']}-00001-of-{count:05d}.gguf" if match else "the file ending in -00001-of-..."
         raise GGUFError(f"{first_path} is shard {number + 1} of {count}, not the first: give {hint} instead")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from itertools import groupby
@@ -17,6 +18,7 @@ from pypack.layout import Layer, payload_bytes, source_bytes
 from pypack.manifest import ModelFacts
 from pypack.pack import PACK_SUFFIX, open_pack
 from pypack.printable import printable
+from pypack.user_values import check_path
 
 
 class PoolPrediction(msgspec.Struct, frozen=True):
@@ -48,7 +50,7 @@ def describe(path: str | os.PathLike[str], budget: str | None = None) -> Descrip
     Args:
         budget: cache size such as "20GiB", or "60%" of all experts, to predict slots for one device.
     """
-    path = Path(path)
+    path = Path(check_path("the path of the model or pack", path))
     if path.suffix == PACK_SUFFIX:
         pack = open_pack(path)
         kind, model, layers = "pack", pack.manifest.model, pack.manifest.layers
@@ -78,15 +80,20 @@ def _predict(layers: Sequence[Layer], budget_bytes: int, model: ModelFacts) -> t
 
 
 def to_json(description: Description) -> str:
-    return msgspec.json.format(msgspec.json.encode(description), indent=2).decode()
+    text = msgspec.json.format(msgspec.json.encode(description), indent=2).decode()
+    return "".join(
+        c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text
+    )  # JSON leaves some as they are
 
 
 def format_table(description: Description) -> str:
     """The description as lines of text; neighbouring layers that are alike share a row."""
     model = description.model
     lines = [
-        f"{description.path}: {'expert pack' if description.kind == 'pack' else 'model'} of "
-        f"{model.name or 'an unnamed model'} ({model.architecture}), top-{model.expert_used_count}",
+        printable(
+            f"{description.path}: {'expert pack' if description.kind == 'pack' else 'model'} of "
+            f"{model.name or 'an unnamed model'} ({model.architecture}), top-{model.expert_used_count}"
+        ),
         f"{len(description.layers)} layers, {description.n_experts} experts, "
         f"{_size(description.payload_bytes)} in blocks, "
         f"{_size(description.payload_bytes - description.expert_bytes)} of that padding",

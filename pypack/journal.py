@@ -14,6 +14,8 @@ from pathlib import Path
 import msgspec
 
 from pypack.errors import PackError, UsageError
+from pypack.guard import Guard
+from pypack.regular_file import open_regular
 
 FORMAT = "llama-expert-pack journal"
 _MAX_BYTES = 1 << 20
@@ -33,9 +35,10 @@ class Journal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_journal(path: Path) -> Journal | None:
-    """The journal, or None if there is none. Raises PackError if it cannot be understood."""
+    """The journal, or None if there is none. Raises PackError if it cannot be understood, or OSError."""
     try:
-        data = path.read_bytes()[:_MAX_BYTES]
+        with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            data = file.read(_MAX_BYTES)
     except FileNotFoundError:
         return None
     try:
@@ -47,11 +50,17 @@ def read_journal(path: Path) -> Journal | None:
     raise PackError(f"{path} is damaged, the conversion cannot be resumed: use --restart to begin again")
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def temporary_path(path: Path) -> Path:
+    """Where :func:`write_atomically` writes first."""
+    return path.with_name(path.name + ".tmp")
+
+
+def write_atomically(path: Path, data: bytes, guard: Guard) -> None:
     """Replaces a file so that after a crash either the old or the new content is there, and syncs it."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = temporary_path(path)
+    fd = guard.create(temporary)
     try:
-        with open(temporary, "wb") as file:
+        with open(fd, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -76,15 +85,15 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def lock_partial(path: Path) -> int:
+def lock_partial(path: Path, guard: Guard) -> int:
     """Opens or creates the partial pack and locks it; returns its descriptor. UsageError if it is in use."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = guard.open(path)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The holder before us may have renamed it to the finished pack between our open and our lock.
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(fd), path.stat()):
+                if os.path.samestat(os.fstat(fd), path.lstat()):
                     return fd
         except BlockingIOError:
             os.close(fd)

@@ -30,6 +30,7 @@ __all__ = [
     "canonical_sha256",
     "decode_manifest",
     "encode_manifest",
+    "unreadable",
 ]
 
 FORMAT = "llama-expert-pack"
@@ -39,7 +40,7 @@ _INT64_MAX = (1 << 63) - 1
 _MAX_KEYS = (1 << 31) - 1
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=_INT64_MAX)]
-Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]  # "$" would let a newline follow
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,14 +105,28 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def decode_manifest(data: bytes, path: Path) -> Manifest:
     """Decodes and validates a manifest. Raises PackError, its text naming ``path``."""
+    found = _decode(data)
+    if isinstance(found, str):
+        raise PackError(f"{path} {found}: convert the model again")
+    return found
+
+
+def unreadable(manifest: Manifest) -> str | None:
+    """Why no reader would accept this manifest once it is written, as part of a sentence; None if one would."""
+    found = _decode(encode_manifest(manifest))
+    return found if isinstance(found, str) else None
+
+
+def _decode(data: bytes) -> Manifest | str:
+    """The manifest, or what is wrong with it."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        return f"is larger than {MAX_MANIFEST_BYTES} bytes"
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PackError(f"{path} is not a valid manifest: {error}: convert the model again") from None
+        return f"is not a valid manifest: {error}"
     problem = _problem(manifest)
-    if problem:
-        raise PackError(f"{path}: {problem}: convert the model again")
-    return manifest
+    return f"is not a valid manifest: {problem}" if problem else manifest
 
 
 def _problem(manifest: Manifest) -> str | None:

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from pypack.errors import PackError, ReadError, SourceMismatchError
+from pypack.discover import find_layers
+from pypack.errors import PackError, SourceMismatchError
 from pypack.fingerprint import source_difference, source_fingerprint
-from pypack.gguf_source import model_stem, read_model
+from pypack.gguf_source import GGUFModel, model_stem, read_model
 from pypack.layout import ALIGNMENT, Extent, Layer, payload_bytes
-from pypack.manifest import MAX_MANIFEST_BYTES, Manifest, canonical_sha256, decode_manifest
+from pypack.manifest import MAX_MANIFEST_BYTES, Manifest, Source, canonical_sha256, decode_manifest
+from pypack.os_errors import os_errors
 from pypack.pack_format import ENTRY, HEADER_BYTES, Header, Index, decode_header, make_header, make_index
+from pypack.regular_file import open_regular
+from pypack.samples import expert_difference
+from pypack.user_values import check_path
 
 __all__ = [
     "MANIFEST_SUFFIX",
     "PACK_SUFFIX",
     "Extent",
     "Pack",
+    "check_pack",
     "find_pack",
     "manifest_path",
     "open_pack",
@@ -63,14 +70,34 @@ class Pack:
         """xxh3_128 of the expert's whole block, 16 bytes, big-endian."""
         return bytes(self.index[self._key(layer, expert)]["digest"].tobytes())
 
-    def check_source(self, model_path: str | os.PathLike[str]) -> None:
-        """Raises SourceMismatchError unless the pack was made from this model. Reads no experts."""
-        found = source_fingerprint(read_model(model_path))
-        difference = source_difference(self.manifest.source, found)
+    def check_source(self, model_path: str | os.PathLike[str], *, sample_experts: bool = True) -> None:
+        """Raises SourceMismatchError unless the pack was made from this model.
+
+        Reads nothing of the experts but samples, and not even these if ``sample_experts`` is False.
+        """
+        model = read_model(model_path)
+        with os_errors(model.path):
+            difference = self.difference(model, source_fingerprint(model), find_layers(model), sample_experts)
         if difference:
             raise SourceMismatchError(
-                f"{self.path} does not belong to {model_path}: {difference}; convert the model again"
+                f"{self.path} does not belong to {model_path}: {difference}; convert the model again with --force"
             )
+
+    def difference(
+        self, model: GGUFModel, source: Source, layers: Sequence[Layer], sample_experts: bool = True
+    ) -> str | None:
+        """How the pack differs from that of a model with these facts, as part of a sentence; None if it is the one.
+
+        Raises ReadError or OSError.
+        """
+        difference = source_difference(self.manifest.source, source)
+        if difference is None and self.manifest.layers != tuple(layers):
+            difference = "its layers are not those of the model"
+        if difference is None and sample_experts:
+            difference = expert_difference(model, layers, self.path)
+            if difference:
+                difference += f" (changed or damaged: `expert-pack verify {self.path} --deep --source {model.path}`)"
+        return difference
 
     def _key(self, layer: int, expert: int) -> int:
         found = self.manifest.layers[layer]
@@ -80,7 +107,11 @@ class Pack:
 
 
 def manifest_path(pack_path: Path) -> Path:
-    return pack_path.with_name(pack_path.name + MANIFEST_SUFFIX)
+    """Where the manifest of a pack lies: beside it. For a link that has none beside it, beside the pack itself."""
+    beside = pack_path.with_name(pack_path.name + MANIFEST_SUFFIX)
+    if pack_path.is_symlink() and not os.path.lexists(beside):
+        return Path(os.path.realpath(pack_path) + MANIFEST_SUFFIX)
+    return beside
 
 
 def pack_path_for(model_path: str | os.PathLike[str]) -> Path:
@@ -90,8 +121,10 @@ def pack_path_for(model_path: str | os.PathLike[str]) -> Path:
 
 def find_pack(model_path: str | os.PathLike[str]) -> Path:
     """The pack beside a model. Raises PackError if there is none."""
-    path = pack_path_for(model_path)
-    if not path.exists():
+    path = pack_path_for(Path(check_path("the path of the model", model_path)))
+    with os_errors(path):
+        exists = path.exists()
+    if not exists:
         raise PackError(
             f"no pack beside the model: {path} does not exist; make it with `expert-pack convert {model_path}`"
         )
@@ -101,33 +134,47 @@ def find_pack(model_path: str | os.PathLike[str]) -> Path:
 def open_pack(path: str | os.PathLike[str]) -> Pack:
     """Opens a pack and checks its structure: header, manifest, index and file size must all fit together.
 
-    Blocks are not read. Raises PackError, or ReadError if the operating system refuses.
+    Blocks are not read. Raises PackError, ReadError if the operating system refuses, UsageError for an impossible path.
     """
-    path = Path(path)
-    try:
-        with open(path, "rb", buffering=0) as file:
-            header, index_bytes = _read_binary_part(path, file.fileno())
-    except FileNotFoundError:
-        raise PackError(f"{path} does not exist: make it with `expert-pack convert`") from None
-    except IsADirectoryError:
-        raise PackError(f"{path} is a folder: give the path of an {PACK_SUFFIX} file in it") from None
-    except OSError as error:
-        raise ReadError(f"{path} cannot be read: {error.strerror}", error.errno or 0) from error
-    manifest = _read_manifest(path, header)
+    path = Path(check_path("the path of the pack", path))
+    with os_errors(path):
+        where = manifest_path(path)
+        try:
+            fd = open_regular(path)
+        except FileNotFoundError:
+            raise PackError(f"{path} does not exist: make it with `expert-pack convert`") from None
+        except IsADirectoryError:
+            raise PackError(f"{path} is a folder: give the path of an {PACK_SUFFIX} file in it") from None
+        try:
+            page = os.pread(fd, HEADER_BYTES, 0)
+            decode_header(page, path, os.fstat(fd).st_size)  # before its manifest is looked for: it may be no pack
+            return check_pack(path, fd, page, _read_manifest(path, where), where)
+        finally:
+            os.close(fd)
+
+
+def check_pack(path: Path, fd: int, page: bytes, manifest_data: bytes, where: Path) -> Pack:
+    """The pack that ``fd`` is open at, if header page, manifest and index fit together. Raises PackError, OSError.
+
+    ``path``, ``where``: of the pack and its manifest, for messages.
+    """
+    header = decode_header(page, path, os.fstat(fd).st_size)
+    index_bytes = _read_index(path, fd, header)
+    manifest = decode_manifest(manifest_data, where)
+    if canonical_sha256(manifest) != header.manifest_sha256:
+        raise PackError(
+            f"{where} was changed or belongs to another pack (its sha256 is not in the header of {path.name})"
+        )
+    if manifest.header_sha256 != hashlib.sha256(page).hexdigest():
+        raise PackError(f"{where} belongs to another pack: header_sha256 is not that of {path.name}")
     index = np.frombuffer(index_bytes, ENTRY)
     _check_places(path, manifest, header, index)
     return Pack(path, manifest, header, [path], index)
 
 
-def _read_binary_part(path: Path, fd: int) -> tuple[Header, bytes]:
-    size_bytes = os.fstat(fd).st_size
-    if size_bytes < HEADER_BYTES:
-        raise PackError(f"{path} is too short for a pack: {size_bytes} bytes, the header alone is {HEADER_BYTES}")
-    header = decode_header(os.pread(fd, HEADER_BYTES, 0), path)
-    if header.file_bytes != size_bytes:
-        raise PackError(f"{path} has {size_bytes} bytes instead of {header.file_bytes}: copy or convert it again")
+def _read_index(path: Path, fd: int, header: Header) -> bytes:
     expected = (HEADER_BYTES, header.n_keys * ENTRY.itemsize)
-    if (header.index_offset, header.index_bytes) != expected or sum(expected) > size_bytes:
+    if (header.index_offset, header.index_bytes) != expected or sum(expected) > header.file_bytes:
         raise PackError(f"{path}: the header places the index outside its bounds: convert the model again")
     index = os.pread(fd, header.index_bytes, header.index_offset)
     gap = os.pread(fd, -(HEADER_BYTES + len(index)) % ALIGNMENT, HEADER_BYTES + len(index))
@@ -135,39 +182,25 @@ def _read_binary_part(path: Path, fd: int) -> tuple[Header, bytes]:
         raise PackError(f"{path}: bytes behind the index are not zero: convert the model again")
     if hashlib.sha256(index).digest() != header.index_sha256:
         raise PackError(f"{path}: the index is damaged (its sha256 differs from the header's): convert the model again")
-    return header, index
+    return index
 
 
-def _read_manifest(path: Path, header: Header) -> Manifest:
-    where = manifest_path(path)
+def _read_manifest(path: Path, where: Path) -> bytes:
     try:
-        with open(where, "rb") as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
+        with open(open_regular(where), "rb") as file:
+            return file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
         raise PackError(
             f"{path} has no manifest ({where.name}): the conversion did not finish; run `expert-pack convert` again"
         ) from None
-    except OSError as error:
-        raise ReadError(f"{where} cannot be read: {error.strerror}", error.errno or 0) from error
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise PackError(f"{where} is larger than {MAX_MANIFEST_BYTES} bytes: it is not a manifest")
-    manifest = decode_manifest(data, where)
-    if canonical_sha256(manifest) != header.manifest_sha256:
-        raise PackError(
-            f"{where} was changed or belongs to another pack (its sha256 is not in the header of {path.name})"
-        )
-    if manifest.header_sha256 != hashlib.sha256(header.encode()).hexdigest():
-        raise PackError(f"{where} belongs to another pack: header_sha256 is not that of {path.name}")
-    return manifest
 
 
 def _check_places(path: Path, manifest: Manifest, header: Header, index: Index) -> None:
     """With the manifest trusted, every place in header and index must be the one that the layout gives."""
+    n_keys = manifest.layers[-1].first_key + manifest.layers[-1].n_expert
+    if len(index) != n_keys:  # before so many are made: it may be any number
+        raise PackError(f"{path}: the index has {len(index)} entries instead of {n_keys}: convert the model again")
     expected = make_index(manifest.layers)
-    if len(index) != len(expected):
-        raise PackError(
-            f"{path}: the index has {len(index)} entries instead of {len(expected)}: convert the model again"
-        )
     computed = make_header(manifest.layers, index.tobytes(), header.manifest_sha256)
     for field, found, wanted in zip(Header._fields, header, computed, strict=True):
         if found != wanted:

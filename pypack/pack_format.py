@@ -60,8 +60,10 @@ def make_header(layers: Sequence[Layer], index: bytes, manifest_sha256: bytes) -
     )
 
 
-def decode_header(page: bytes, path: object) -> Header:
-    """Reads a header page. Raises PackError if it is not that of a finished pack."""
+def decode_header(page: bytes, path: object, size_bytes: int) -> Header:
+    """Reads the header page of a file of this size. Raises PackError if it is not that of a finished pack."""
+    if len(page) < HEADER_BYTES:
+        raise PackError(f"{path} is too short for a pack: {size_bytes} bytes, the header alone is {HEADER_BYTES}")
     if not any(page):
         raise PackError(f"{path} is an unfinished pack (its header is empty): run `expert-pack convert` again")
     magic, version, header_bytes, alignment, n_layers, *rest = _HEADER.unpack_from(page)
@@ -72,6 +74,8 @@ def decode_header(page: bytes, path: object) -> Header:
     header = Header(alignment, n_layers, *rest)
     if header_bytes != HEADER_BYTES or page != header.encode():
         raise PackError(f"{path}: the header is damaged (unused bytes are not zero): convert the model again")
+    if header.file_bytes != size_bytes:
+        raise PackError(f"{path} has {size_bytes} bytes instead of {header.file_bytes}: copy or convert it again")
     return header
 
 

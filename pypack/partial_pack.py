@@ -9,8 +9,10 @@ from typing import Any
 
 from pypack.assemble import Bytes
 from pypack.errors import ExpertPackError, PackError, ReadError, SpaceError
+from pypack.guard import Guard
 from pypack.journal import lock_partial, remove
 from pypack.layout import ALIGNMENT
+from pypack.pack import check_pack
 from pypack.pack_format import ENTRY_BYTES, HEADER_BYTES, Index
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -19,10 +21,10 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 class PartialPack:
     """Holds the lock while open. Blocks may be written from several threads, the rest from one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, guard: Guard) -> None:
         self.path = path
         try:
-            self._fd = lock_partial(path)
+            self._fd = lock_partial(path, guard)
         except OSError as error:
             raise write_error(path, error) from error
         self._direct_fd = self._open_direct()
@@ -58,7 +60,7 @@ class PartialPack:
     def reserve(self, size_bytes: int) -> None:
         """Gives the file its final size and, where the file system can, its room on the disk."""
         was_empty = self.size_bytes == 0
-        write_only = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        write_only = self._reopen(os.O_WRONLY)
         try:
             os.ftruncate(write_only, size_bytes)
             # Write-only, because glibc falls back to writing every block where nothing can be reserved; the
@@ -100,6 +102,15 @@ class PartialPack:
     def read_index(self, n_keys: int) -> bytes:
         return os.pread(self._fd, n_keys * ENTRY_BYTES, HEADER_BYTES)
 
+    def check(self, page: bytes, manifest: bytes, where: Path) -> None:
+        """Lets the reader's own code open it with this header page and this manifest. Raises PackError."""
+        try:
+            check_pack(self.path, self._fd, page, manifest, where)
+        except PackError as error:
+            raise PackError(
+                f"{self.path} is damaged and cannot be finished: use --restart to begin again ({error})"
+            ) from error
+
     def write_header(self, page: bytes) -> None:
         self._write(page, 0)
 
@@ -112,9 +123,17 @@ class PartialPack:
     def _open_direct(self) -> int:
         """A descriptor that bypasses the page cache, or the plain one where the file system has none."""
         try:
-            return os.open(self.path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+            return self._reopen(os.O_WRONLY | os.O_DIRECT)
         except (OSError, AttributeError):
             return self._fd
+
+    def _reopen(self, flags: int) -> int:
+        """One more descriptor of the same file. Raises OSError if its name is another file's by now."""
+        fd = os.open(self.path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not os.path.samestat(os.fstat(fd), os.fstat(self._fd)):
+            os.close(fd)
+            raise FileNotFoundError(errno.ENOENT, "it was replaced by another file", str(self.path))
+        return fd
 
     def _write(self, data: bytes, offset: int) -> None:
         try:

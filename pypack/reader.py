@@ -9,6 +9,7 @@ experts are read whole.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -23,7 +24,7 @@ import numpy as np
 import xxhash
 
 from pypack.counters import Counter, Counters
-from pypack.direct_io import PreadInto, address, aligned_buffer, open_file, pread_into, read_exact
+from pypack.direct_io import WITHOUT_DIRECT_IO, PreadInto, address, aligned_buffer, open_file, pread_into, read_exact
 from pypack.errors import PackError, ReadError, UsageError
 from pypack.layout import ALIGNMENT, Layer, align_up
 from pypack.pack import Extent
@@ -330,6 +331,8 @@ class Reader:
     def _read_error(self, block: _Block, part: _Part, cause: Exception) -> ReadError:
         code = cause.errno if isinstance(cause, OSError | ReadError) else 0
         why = (isinstance(cause, OSError) and cause.strerror) or str(cause) or type(cause).__name__
+        if code == errno.EINVAL and self._direct_io:  # some file systems open and read one page, but not more
+            why += f"; direct I/O of this size seems not possible: {WITHOUT_DIRECT_IO}"
         return ReadError(
             f"{self._path(part)}: expert {block.expert} of layer {block.layer} could not be read: {why}",
             code or 0,

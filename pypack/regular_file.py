@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["check_regular", "open_regular"]
+__all__ = ["check_mode", "check_regular", "open_regular"]
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -31,7 +31,8 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
             check_regular(path)
         raise
     try:
-        _check(os.fstat(fd).st_mode, path)
+        check_mode(os.fstat(fd).st_mode, path)
+        os.set_blocking(fd, True)  # network file systems may know O_NONBLOCK
     except BaseException:
         os.close(fd)
         raise
@@ -40,10 +41,11 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
 def check_regular(path: str | os.PathLike[str]) -> None:
     """Raises OSError unless the path, links followed, is a regular file."""
-    _check(Path(path).stat().st_mode, path)
+    check_mode(Path(path).stat().st_mode, path)
 
 
-def _check(mode: int, path: str | os.PathLike[str]) -> None:
+def check_mode(mode: int, path: str | os.PathLike[str]) -> None:
+    """Raises OSError unless ``st_mode`` is that of a regular file."""
     if stat.S_ISREG(mode):
         return
     if stat.S_ISDIR(mode):

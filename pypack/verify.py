@@ -14,9 +14,10 @@ import xxhash
 from pypack.assemble import BlockSource, Buffers, Bytes, Chunk, RangeReader, plan_chunks
 from pypack.errors import PackError, SourceMismatchError, UsageError
 from pypack.gguf_source import read_model
+from pypack.os_errors import os_errors
 from pypack.pack import Pack, open_pack
 from pypack.progress import Progress, Silent
-from pypack.workers import DEFAULT_JOBS, check_jobs, map_in_order
+from pypack.workers import check_jobs, map_in_order
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def verify(
     *,
     deep: bool = False,
     source: str | os.PathLike[str] | None = None,
-    jobs: int = DEFAULT_JOBS,
+    jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Checks a pack; raises the ExpertPackError that says what is wrong with it.
@@ -47,13 +48,15 @@ def verify(
     Args:
         deep: read every block and compare its hash with the index.
         source: model that the pack must belong to; with ``deep``, its bytes must be those of the pack.
+        jobs: threads that read and hash; default: as many as memory allows, up to 4.
     """
-    check_jobs(jobs)
+    jobs = check_jobs(jobs)
     pack = open_pack(pack_path)
     if source is not None:
-        pack.check_source(source)
+        pack.check_source(source, sample_experts=not deep)
     if deep:
-        _verify_blocks(pack, source, jobs, progress or Silent())
+        with os_errors(pack.path):
+            _verify_blocks(pack, source, jobs, progress or Silent())
     return Verification(len(pack.layers), pack.n_keys, pack.payload_bytes if deep else 0, source is not None)
 
 

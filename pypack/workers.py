@@ -10,17 +10,32 @@ from typing import TypeVar
 
 from pypack.assemble import Chunk
 from pypack.errors import UsageError
+from pypack.host_memory import host_memory_free
 
 T = TypeVar("T")
 
 DEFAULT_JOBS = 4
 MAX_JOBS = 6  # 65 MiB of buffers each, so resident memory stays below 512 MiB
+_JOB_BYTES = 72 << 20
+_SPARE_BYTES = 64 << 20  # for hashing, the page cache, and what others start meanwhile
 _QUEUED_PER_JOB = 4
 
 
-def check_jobs(jobs: int) -> None:
+def check_jobs(jobs: int | None) -> int:
+    """The number given; for None, as many jobs as memory allows, up to DEFAULT_JOBS. Raises UsageError."""
+    if jobs is None:
+        try:
+            return jobs_for(host_memory_free())
+        except (OSError, KeyError):  # no procfs
+            return DEFAULT_JOBS
     if not 1 <= jobs <= MAX_JOBS:
         raise UsageError(f"jobs is {jobs}: choose 1 to {MAX_JOBS}")
+    return jobs
+
+
+def jobs_for(free_bytes: int) -> int:
+    """Jobs that fit into this memory: at least one, at most DEFAULT_JOBS."""
+    return max(1, min(DEFAULT_JOBS, (free_bytes - _SPARE_BYTES) // _JOB_BYTES))
 
 
 def map_in_order(

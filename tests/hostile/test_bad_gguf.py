@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pypack.convert import convert
-from pypack.errors import ExpertPackError, GGUFError
+from pypack.errors import ExpertPackError, GGUFError, ReadError
 from pypack.gguf_source import read_model
 from tests.gguf_bytes import (
     ARRAY,
@@ -181,7 +181,7 @@ def test_folder(tmp_path: Path) -> None:
 
 
 def test_device() -> None:
-    with pytest.raises(GGUFError, match="not a regular file"):
+    with pytest.raises(ReadError, match="is a character device, not a regular file"):
         read_model("/dev/null")
 
 

@@ -154,8 +154,8 @@ def test_the_model_and_its_pack_are_never_written_over(option: str, tmp_path: Pa
             with pytest.raises(UsageError, match=f"{option} is the same file as {name}: give it a file of its own"):
                 load(path, **{option: given})
     assert [file.read_bytes() for file in files] == before
-    for given, message in (("", "is an empty path"), ("a\0b", "holds a zero byte"), (7, "must be a path")):
-        with pytest.raises(UsageError, match=f"{option} .*{message}"):
+    for given in ("", "a\0b", 7):
+        with pytest.raises(UsageError, match=f"{option} must be the path of a file, not"):
             load(path, **{option: given})
 
 
@@ -190,7 +190,7 @@ def test_trace_and_statistics_in_one_file(tmp_path: Path) -> None:
 
 def test_an_impossible_top_k(tmp_path: Path) -> None:
     path = variant("type-Q4_K", tmp_path)
-    with pytest.raises(TraceError, match="top-1099511627776: run it without a trace"):
+    with pytest.raises(UsageError, match="must be a whole number from 1 to 5, not 1099511627776"):
         load(path, expert_trace=tmp_path / "x", kv_overrides={"qwen3moe.expert_used_count": 1 << 40})
 
 

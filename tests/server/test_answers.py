@@ -10,7 +10,9 @@ import pytest
 
 from bench.synth.gguf_out import write_gguf
 from bench.synth.shape import Tensor
-from tests.runtime.test_bytes import expert_ranges
+from pypack.discover import find_layers
+from pypack.gguf_source import read_model
+from pypack.samples import _samples
 from tests.server.serving import OURS, Server, serving
 
 PROMPTS = ("Once upon a time", "The quick brown fox jumps over", "x " * 150)
@@ -49,15 +51,22 @@ def test_texts(tmp_path: Path, model: Path, packed_answers: list[Any], stock_ser
 
 @pytest.fixture(scope="module")
 def hollow(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """The model with garbage (NaN in every scale) in place of its experts, and its pack."""
+    """The model with garbage (NaN in every scale) in place of its experts, and its pack.
+
+    Garbage in those four of a layer that are compared with the pack would be found.
+    """
     folder = tmp_path_factory.mktemp("hollow")
     path = Path(shutil.copy(model, folder))
     for suffix in (".expert-pack", ".expert-pack.manifest.json"):
         shutil.copy(model.with_suffix(suffix), folder)
-    for file, offset, length in expert_ranges(path):
-        with file.open("r+b") as out:
-            out.seek(offset)
-            out.write(b"\xff" * length)
+    found = read_model(path)
+    with path.open("r+b") as file:
+        for layer in find_layers(found):
+            for role in layer.roles:
+                compared = {expert for expert, _, _ in _samples(layer.n_expert, role.bytes)}
+                for expert in set(range(layer.n_expert)) - compared:
+                    file.seek(found.tensors[role.tensor].offset + expert * role.bytes)
+                    file.write(b"\xff" * role.bytes)
     return path
 
 

@@ -93,6 +93,19 @@ def test_convert_verify_inspect(model: Path) -> None:
     assert run("inspect", pack).exit_code == 0
 
 
+def test_what_a_stopped_run_with_force_has_left_is_named(model: Path) -> None:
+    pack = convert(model, safety_margin_bytes=0).path
+    partial = pack.with_name("model.expert-pack.partial")
+    partial.write_bytes(bytes(8192))
+    size = pack.stat().st_size
+    assert run("convert", model).stdout == (
+        f"{pack} is already complete ({size} bytes); {partial} is of a run with --force that did not finish: "
+        "go on with --force, or remove it with --restart\n"
+    )
+    assert run("convert", model, "--restart").stdout == f"{pack} is already complete ({size} bytes)\n"
+    assert not partial.exists()
+
+
 def test_error_is_one_line(tmp_path: Path) -> None:
     page = tmp_path / "model.gguf"
     page.write_bytes(b"<html>")
@@ -154,7 +167,7 @@ def test_heat_never_writes_over_its_trace_and_prints_plain_text(tmp_path: Path) 
     trace.rename(other)
     result = run("heat", other)
     assert result.exit_code == 0, result.stderr
-    assert result.stdout == f"wrote {tmp_path}/\\x1b[2J\\udcff.svg\n"
+    assert result.stdout == f"wrote {tmp_path}/\\x1b[2J\\xff.svg\n"
 
 
 def test_installed_as_a_module(model: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.conditions import memory_cap
 from pypack import assemble, journal
 from pypack.convert import Conversion, convert
 from pypack.errors import (
@@ -22,6 +23,7 @@ from pypack.errors import (
     SpaceError,
     UsageError,
 )
+from pypack.guard import Guard
 from pypack.pack import open_pack
 from pypack.partial_pack import PartialPack
 from pypack.verify import verify
@@ -212,8 +214,8 @@ def stop_after_layers(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = journal.write_atomically
     written = []
 
-    def write(path: Path, data: bytes) -> None:
-        real(path, data)
+    def write(path: Path, data: bytes, guard: Guard) -> None:
+        real(path, data, guard)
         written.append(path)
         if len(written) == n:
             raise Stopped
@@ -420,7 +422,7 @@ def test_lock_is_not_taken_on_a_file_that_moved_away(tmp_path: Path, monkeypatch
         real(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    fd = journal.lock_partial(path)
+    fd = journal.lock_partial(path, Guard([]))
     assert os.path.samestat(os.fstat(fd), path.stat())
     assert not os.path.samestat(os.fstat(fd), finished.stat())
     os.close(fd)
@@ -493,14 +495,32 @@ def test_name_that_no_manifest_may_hold(tmp_path: Path) -> None:
     assert names(tmp_path) == {"a\\b.gguf"}
 
 
-def test_memory_is_bounded_by_pieces(tmp_path: Path) -> None:
-    """One expert of 200 MB and jobs at their maximum: resident memory stays under 512 MiB."""
-    path = tmp_path / "model.gguf"
+def large_experts(path: Path) -> Path:
+    """Two of 200 MB."""
     model = GGUF(facts(n_expert=2), moe_tensors(0, n_expert=2, n_embd=4096, n_ff=4096))
     head = model.head()
     with open(path, "wb") as file:  # sparse: the experts are zeros
         file.write(head)
         file.truncate(-(-len(head) // 32) * 32 + sum(-(-t.size_bytes // 32) * 32 for t in model.tensors))
+    return path
+
+
+def test_little_memory(tmp_path: Path) -> None:
+    """Two jobs would be killed; the default is then one."""
+    path = large_experts(tmp_path / "model.gguf")
+    command = [sys.executable, "-m", "pypack.cli", "convert", str(path), "--safety-margin-gib", "0"]
+    try:
+        with memory_cap(110 << 20) as cap:
+            done = subprocess.run(cap.command(command), capture_output=True, text=True)
+    except UsageError as error:
+        pytest.skip(str(error))
+    assert done.returncode == 0, done.stderr
+    assert "is complete" in done.stdout
+
+
+def test_memory_is_bounded_by_pieces(tmp_path: Path) -> None:
+    """One expert of 200 MB and jobs at their maximum: resident memory stays under 512 MiB."""
+    path = large_experts(tmp_path / "model.gguf")
     script = (
         "import sys; from pypack.cli import main\n"
         "try: main(['convert', sys.argv[1], '--jobs', '6', '--safety-margin-gib', '0'])\n"
@@ -509,3 +529,23 @@ def test_memory_is_bounded_by_pieces(tmp_path: Path) -> None:
     out = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
     assert 65 * 1024 < int(out.stdout.split()[-2]) < 512 * 1024, "unlike ru_maxrss, not that of pytest before"
     assert open_pack(tmp_path / "model.expert-pack").layers[0].block_bytes > 200_000_000
+
+
+def test_the_model_is_read_where_direct_io_fails_only_when_tried(
+    model: Path, reference: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system opens with O_DIRECT and gives a page, but refuses more."""
+    preadv = os.preadv
+    refused = []
+
+    def picky(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and len(buffers[0]) > 4096:
+            refused.append(fd)
+            raise OSError(22, "Invalid argument")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", picky)
+    path = run(model).path
+    assert files_of(path) == reference
+    verify(path, deep=True, source=model)
+    assert refused

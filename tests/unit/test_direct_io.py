@@ -92,6 +92,16 @@ def test_procfs_is_refused_too() -> None:
         open_file("/proc/version")
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("direct_io", [True, False])
+def test_a_fifo_is_no_matter_of_direct_io(tmp_path: Path, direct_io: bool) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    before = n_open_files()
+    with pytest.raises(ReadError, match="cannot be opened: it is a FIFO, not a regular file"):
+        open_file(tmp_path / "pipe", direct_io)
+    assert n_open_files() == before
+
+
 def test_a_failing_trial_read_is_refused(pages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, buffers: list[memoryview], offset: int) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pypack.discover import find_layers
+from pypack.discover import ROUTED_NAME, find_layers
 from pypack.fingerprint import model_facts
 from pypack.gguf_source import read_model
 from pypack.layout import Layer
-from tests.gguf_bytes import GGUF, T, array, facts, moe_tensors
+from tests.gguf_bytes import BOOL, GGUF, T, array, facts, kv, moe_tensors, text
 
 
 def layers_of(folder: Path, *tensors: T) -> list[Layer]:
@@ -76,6 +76,30 @@ def test_fourth_dimension_of_one_says_nothing(tmp_path: Path) -> None:
     names = [f"blk.0.ffn_{role}_exps.weight" for role in ("up", "down")]
     (layer,) = layers_of(tmp_path, T(names[0], (64, 32, 4, 1)), T(names[1], (32, 64, 4, 1)), *moe_tensors(1))[:1]
     assert [role.ne for role in layer.roles] == [(64, 32, 4), (32, 64, 4)]
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.1.ffn_gate_exps.weight\n", "blk.1\u0661.ffn_gate_exps.weight", "blk.1.ffn_\u0131"]
+)
+def test_names_that_only_look_like_experts(name: str, tmp_path: Path) -> None:
+    """A newline at the end, digits of other scripts: no reader of packs would take such a tensor."""
+    layers = layers_of(tmp_path, *moe_tensors(0), T(name, (64, 32, 4)))
+    assert [layer.block for layer in layers] == [0]
+    assert ROUTED_NAME.fullmatch(name) is None
+
+
+def test_bools_are_not_numbers(tmp_path: Path) -> None:
+    names = ("block_count", "expert_count", "expert_used_count")
+    model = GGUF([*facts()[:2], *(kv(f"test.{name}", BOOL, 1) for name in names)], moe_tensors(0))
+    found = model_facts(read_model(model.write(tmp_path / "model.gguf")))
+    assert [type(getattr(found, name)) for name in names] == [int, int, int]
+    assert (found.block_count, found.expert_count, found.expert_used_count) == (0, 0, 0)
+
+
+def test_a_name_of_any_length_is_cut(tmp_path: Path) -> None:
+    kvs = [facts()[0], text("general.name", "x" * (1 << 20)), *facts()[2:]]
+    found = model_facts(read_model(GGUF(kvs, moe_tensors(0)).write(tmp_path / "model.gguf")))
+    assert found.name == "x" * 1000
 
 
 def test_top_k_may_be_an_array(tmp_path: Path) -> None:

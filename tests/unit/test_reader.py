@@ -297,6 +297,20 @@ def test_a_broken_pread_ends_as_an_error_too(pack: FakePack) -> None:
 # ---- what cannot work is refused
 
 
+@pytest.mark.parametrize("direct_io", [True, False])
+def test_large_reads_that_are_refused_hint_at_direct_io(tmp_path: Path, direct_io: bool) -> None:
+    """Opening and the trial read of a page went well."""
+    pack = FakePack(tmp_path / "pack", 1, BLOCK)
+
+    def refuse(fd: int, buffer: memoryview, offset: int) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with open_reader(pack, direct_io=direct_io, retries=0, pread=refuse) as (reader, _):
+        (error,) = read(reader, pack, [0])
+    assert error is not None and error.errno == errno.EINVAL
+    assert ("expert_direct_io=False" in str(error)) is direct_io
+
+
 def test_a_file_system_without_direct_io_needs_the_option(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a ramfs needs root")

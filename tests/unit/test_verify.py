@@ -59,8 +59,8 @@ def test_changed_byte(place: int, where: str, piece_bytes: int, pack: Path, monk
 
 
 def test_expert_changed_in_the_model(pack: Path, model: Path) -> None:
-    """Only the deep comparison can see it."""
-    flip(model, model.stat().st_size - 100)
+    """A single byte between the samples: only the deep comparison can see it."""
+    flip(model, model.stat().st_size - 10_000)
     verify(pack, source=model)
     with pytest.raises(SourceMismatchError, match=r"expert 2 of layer 1 \(blk.4\) differs from that in"):
         verify(pack, deep=True, source=model)

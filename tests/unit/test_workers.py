@@ -9,9 +9,11 @@ from contextlib import closing
 
 import pytest
 
+from pypack import workers
 from pypack.assemble import Chunk
+from pypack.errors import UsageError
 from pypack.layout import Layer
-from pypack.workers import map_in_order
+from pypack.workers import DEFAULT_JOBS, check_jobs, jobs_for, map_in_order
 
 LAYER = Layer(0, 0, "exps", 100, 0, 4096, ())
 CHUNKS = [Chunk(LAYER, i, 1) for i in range(100)]
@@ -89,3 +91,23 @@ def test_interrupts_wait_for_running_work(n_interrupts: int) -> None:
     assert in_use == [0]
     assert stop.is_set()
     helper.join()
+
+
+def test_jobs_that_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at least, whatever there is; a number that was given stays."""
+    mib = 1 << 20
+    found = {n: jobs_for(n * mib) for n in (0, 100, 135, 150, 200, 300, 352, 400, 1 << 20)}
+    assert found == {0: 1, 100: 1, 135: 1, 150: 1, 200: 1, 300: 3, 352: 4, 400: 4, 1 << 20: 4}
+    monkeypatch.setattr(workers, "host_memory_free", lambda: 100 * mib)
+    assert (check_jobs(None), check_jobs(6)) == (1, 6)
+    for wrong in (0, -1, 7):
+        with pytest.raises(UsageError, match="choose 1 to 6"):
+            check_jobs(wrong)
+
+
+def test_jobs_where_nothing_is_known_about_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> int:
+        raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
+
+    monkeypatch.setattr(workers, "host_memory_free", unknown)
+    assert check_jobs(None) == DEFAULT_JOBS

@@ -23,6 +23,8 @@ import numpy as np
 from pypack.errors import DirectIOError, ReadError
 from pypack.layout import ALIGNMENT
 
+_MADV_WIPEONFORK = 18  # a forked child gets zeros: pages that both share would get a direct read in one of them only
+
 __all__ = ["PreadInto", "address", "aligned_buffer", "open_file", "pread_into", "read_exact"]
 
 PreadInto = Callable[[int, memoryview, int], int]
@@ -40,6 +42,8 @@ def aligned_buffer(n_bytes: int) -> memoryview:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # only a hint: fewer pages to pin for each direct read
             memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):
+        memory.madvise(_MADV_WIPEONFORK)
     return memoryview(memory)[:n_bytes]
 
 

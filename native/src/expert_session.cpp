@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <mutex>
 #include <sstream>
 
@@ -25,6 +26,7 @@ static int64_t                              n_resident_last = 0;
 static std::array<int64_t, EXPERT_COUNTERS> counted_before{}; // by sessions that are closed
 static int64_t                              n_failures_known = 0;
 static std::string                          load_failure; // of the last load, "": none of ours
+static std::atomic<bool>                    loading{false};
 
 void expert_session_set_launcher(const expert_launcher * given, const char * path) {
     launcher   = given;
@@ -64,6 +66,7 @@ static const char * given(const std::string & text) { return text.empty() ? null
 static bool load_failed(const std::string & why) {
     LOG_ERR("%s\n", why.c_str());
     load_failure = why;
+    loading      = false;
     return false;
 }
 
@@ -91,6 +94,7 @@ bool expert_session::open(const common_params & params, llama_model_params & mpa
     request.split_by_layer      = params.split_mode == LLAMA_SPLIT_MODE_LAYER || params.split_mode == LLAMA_SPLIT_MODE_NONE;
     request.top_k               = top_k_override(params);
 
+    loading              = true;
     expert_opened result = {};
     if (!launcher->open(&request, &result)) {
         return load_failed(result.error ? result.error : "the expert pack could not be opened");
@@ -170,12 +174,14 @@ bool expert_session_start() {
         return load_failed(result.error ? result.error : "the expert cache could not be opened");
     }
     std::lock_guard<std::mutex> lock(mutex);
-    opened = result;
-    info   = result.info;
+    opened  = result;
+    info    = result.info;
+    loading = false;
     return true;
 }
 
 bool expert_session_is_open() { return session_open; }
+bool expert_session_is_loading() { return loading; }
 
 static int64_t n_resident() {
     return session_open ? opened.counters[EXPERT_LOADS] - opened.counters[EXPERT_EVICTIONS] : n_resident_last;
@@ -192,6 +198,7 @@ expert_session::~expert_session() {
         }
         n_resident_last = n_resident();
         session_open    = false;
+        loading         = false;
     }
     launcher->close();
 }

@@ -8,3 +8,7 @@
 void expert_signals_start(std::function<void(int)> handler);
 // For signal handlers.
 void expert_signals_post(int number);
+
+// Fails every computation that needs experts from now on, and ends the process with status 1 if what it still waits for does
+// not come: a read of an expert, or the load of a model with a pack.
+void expert_stop();

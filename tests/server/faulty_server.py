@@ -1,6 +1,7 @@
 """llama-server with a disk that breaks on command: python -m tests.server.faulty_server FAULT_FILE [arguments].
 
-FAULT_FILE says what reads do from now on: "" or no file: read; "fail": EIO; "slow N": wait N seconds first.
+FAULT_FILE says what reads do from now on: "" or no file: read; "fail": EIO; "slow N": wait N seconds first. "open N":
+the opening of the pack waits.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import bridge.provider
+import bridge.server_session
 from bridge.server import main
 from pypack.direct_io import pread_into
 from pypack.pack import Pack
@@ -27,6 +30,7 @@ fault_file = Path(sys.argv.pop(1))
 
 
 describe_blocks = bridge.provider._describe_blocks
+usual_open = bridge.server_session.open_checked
 
 
 def pread(fd: int, buffer: memoryview, offset: int) -> int:
@@ -39,10 +43,19 @@ def pread(fd: int, buffer: memoryview, offset: int) -> int:
     return pread_into(fd, buffer, offset)
 
 
+def open_checked(*arguments: Any) -> Pack:
+    fault = fault_file.read_text().split() if fault_file.exists() else []
+    if fault[:1] == ["open"]:
+        waiting_file(fault_file).touch()
+        time.sleep(float(fault[1]))
+    return usual_open(*arguments)
+
+
 def only_the_provider(pack: Pack, fds: Sequence[int], check: int) -> NDArray[np.void]:
     return describe_blocks(pack, [-1] * len(fds), check)
 
 
 bridge.provider.Reader = partial(Reader, pread=pread)  # type: ignore[assignment, misc]
 bridge.provider._describe_blocks = only_the_provider
+bridge.server_session.open_checked = open_checked
 sys.exit(main())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
-from bridge import garbage, interrupts, library
+from bridge import garbage, interrupts, library, openmp  # noqa: F401 (openmp acts at forks)
 from bridge.model_pack import open_checked, working_set
 from pypack.counters import ExpertStats
 from pypack.errors import DecodeError, UsageError

@@ -144,6 +144,27 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     )
 
 
+def test_several_threads(tmp_path: Path) -> None:
+    """OpenMP keeps its threads between two computations; a child has none of them."""
+    run(
+        """
+two = {"n_threads": 2, "n_threads_batch": 2}
+def own_model_with_two():
+    with loaded(path, **two) as own:
+        assert (evaluate(own, [20, 1, 1]) == expected).all()
+
+llm.close()
+own_model_with_two()
+for _ in range(3):
+    assert (status := child(own_model_with_two)) == 0, status
+    own_model_with_two()
+llm = load(path, expert_trace=trace, expert_stats_path=stats_path)
+evaluate(llm, [20])
+""",
+        tmp_path,
+    )
+
+
 def test_multiprocessing(tmp_path: Path) -> None:
     run(
         """

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <system_error>
 #include <thread>
 
@@ -19,7 +20,18 @@ static const std::chrono::seconds GRACE(5);
 static sem_t            posted;
 static std::atomic<int> last{0};
 
+static std::atomic<bool> exit_is_sudden{false};
+
+static void exit_suddenly() {
+    if (exit_is_sudden) {
+        _exit(1); // upstream's status
+    }
+}
+
+void expert_signals_end() { exit_is_sudden = false; }
+
 void expert_signals_start(std::function<void(int)> handler) {
+    exit_is_sudden = std::atexit(exit_suddenly) == 0;
     sem_init(&posted, 0, 0);
     std::thread([handler = std::move(handler)] {
         while (true) {

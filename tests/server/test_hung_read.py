@@ -63,11 +63,11 @@ def ask(server: Server, **options: str) -> None:
 
 
 @contextmanager
-def hung_prompt(server: Server, hang: Path, text: str = "") -> Iterator[None]:
+def hung_prompt(server: Server, hang: Path, text: str = "", **options: str) -> Iterator[None]:
     """A request waits for a read that never ends."""
     server.wait_ready()
     hang.write_text(text)
-    request = threading.Thread(target=ask, args=(server,))
+    request = threading.Thread(target=ask, args=(server,), kwargs=options)
     request.start()
     try:
         wait_for(lambda: waiting_file(hang).exists())
@@ -117,8 +117,16 @@ def test_waking_up_that_hangs(tmp_path: Path, model: Path, quarter: list[str]) -
         assert "the model was still being loaded" in server.log
 
 
-def test_a_hung_read_of_a_routers_model(tmp_path: Path, model: Path, quarter: list[str], hanging_pread: Path) -> None:
-    """All processes get the signal, as from systemd; the router alone waits for its requests, as upstream's."""
+def children_of(pid: int) -> list[int]:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+@pytest.mark.parametrize("signals", ["to all", *["twice"] * 4])  # by chance, which thread handles the second one
+def test_a_hung_read_of_a_routers_model(
+    tmp_path: Path, model: Path, quarter: list[str], hanging_pread: Path, signals: str
+) -> None:
+    """All processes get the signal, as from systemd, or the router gets a second one: alone it waits for its requests."""
     hang = tmp_path / "hang"
     preset = tmp_path / "models.ini"
     preset.write_text(f"[a]\nmodel = {model}\nexpert-pack = auto\n")
@@ -126,16 +134,14 @@ def test_a_hung_read_of_a_routers_model(tmp_path: Path, model: Path, quarter: li
     server = launch(tmp_path, ["--models-preset", str(preset), *SMALL, *quarter[2:]], OURS, variables)
     server.wait_ready()
     assert server.complete("hello", 1, model="a")[0] == 200
-    hang.write_text("")
-    request = threading.Thread(target=ask, args=(server,), kwargs={"model": "a"})
-    request.start()
-    try:
-        wait_for(lambda: waiting_file(hang).exists())
-        for thread in Path(f"/proc/{server.process.pid}/task").iterdir():
-            for pid in (thread / "children").read_text().split():
-                os.kill(int(pid), signal.SIGTERM)
-        assert server.stop() == 0
-        assert "no read of an expert has ended" in server.log
-    finally:
-        server.process.kill()
-        request.join()
+    with hung_prompt(server, hang, model="a"):
+        children = children_of(server.process.pid)
+        if signals == "to all":
+            for child in children:
+                os.kill(child, signal.SIGTERM)
+            assert server.stop() == 0
+            assert "no read of an expert has ended" in server.log
+        else:
+            server.process.send_signal(signal.SIGINT)
+            assert server.stop(signal.SIGTERM) == 1
+        wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children))

@@ -4,10 +4,15 @@
 #   make gpu-test   with an NVIDIA GPU: build with CUDA, test and measure against stock (about half an hour);
 #                   bench/gpu_compare.sh, as root, compares under a small memory
 # MODEL=/path/to/model.gguf make demo runs the demo on a model of yours. CUDA=1 builds the CUDA backend.
+# What each step printed is in build/logs.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Runs a command, shows its progress and what matters of its output, keeps the rest in a log.
+STEP   := $(BIN)/python native/run_step.py build/logs
+PIP    := $(BIN)/pip install --progress-bar off --disable-pip-version-check
+unexport NINJA_STATUS
 # One compiler cache for both builds, wherever the clone lies; the same compiler names as Python's build uses.
 export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
@@ -33,35 +38,42 @@ BENCH_MODEL  := build/bench/model.gguf
 NATIVE_FILES := $(shell find native -type f)
 NATIVE_CODE  := $(wildcard native/src/*.cpp native/src/*.h native/src/cuda/* native/include/*.h tests/native/*.cpp tests/native/*.h)
 
-.PHONY: demo test check format build stock bench cuda-check gpu-test clean
+.PHONY: demo test check format build stock stock-library bench cuda-check gpu-test clean
 
-demo: build stock
+demo: build stock-library
 	$(BIN)/python -m bench.demo $(if $(MODEL),--model "$(MODEL)")
 
-test: build stock
+test: build stock $(VENV)/for-test
 	$(BIN)/python -m pytest
 
-check: build
+check: build $(VENV)/for-check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE_CODE)
 
-format: $(VENV)/tools
+format: $(VENV)/for-check
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(NATIVE_CODE)
 
 build: $(BUILT)
 
+# $(1): log, $(2): what it is, $(3): targets
+define build_stock
+	@$(STEP)/$(1).log "stock llama.cpp, unpatched: $(2)" sh -c 'PATH="$(CURDIR)/$(BIN):$$PATH"; \
+		cmake -S native -B build/stock -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" -DEXPERT_PACK_STOCK=ON $(STOCK_OPTIONS) \
+			-DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" && ninja -C build/stock $(3)'
+endef
+
+stock-library: $(VENV)/tools
+	$(call build_stock,stock-library,its library,llama mtmd)
+
 stock: $(VENV)/tools
-	@mkdir -p build/stock
-	$(BIN)/cmake -S native -B build/stock -G Ninja -DEXPERT_PACK_STOCK=ON $(STOCK_OPTIONS) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
-		> build/stock/configure.log || { tail -n 20 build/stock/configure.log; exit 1; }
-	$(BIN)/ninja -C build/stock --quiet llama mtmd test-llama-archs llama-server
+	$(call build_stock,stock,its library and server,llama mtmd test-llama-archs llama-server)
 
 # MODEL=/path/to/model.gguf make bench compares with a model of yours
-bench: build stock
+bench: build stock $(VENV)/for-test
 	@mkdir -p build/bench
 	@test -n "$(MODEL)" || test -e $(BENCH_MODEL) || $(BIN)/python -m bench.make_model $(BENCH_MODEL) --preset demo --layers 36 > /dev/null
 	$(BIN)/python -m bench.compare --model "$(or $(MODEL),$(BENCH_MODEL))" --ram-cap 25% --cap-if-possible --cache 25% \
@@ -75,29 +87,39 @@ cuda-check: build
 	$(BIN)/python native/cuda_check.py build/cp*/source --cublas "$$(dirname "$$(find build/cublas -name cublas_v2.h | head -n 1)")"
 
 gpu-test:
-	$(MAKE) CUDA=1 build stock
+	$(MAKE) CUDA=1 build stock $(VENV)/for-test
 	@mkdir -p build/gpu-models
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m bench.gpu identity build/gpu_identity.jsonl --models build/gpu-models
 	$(BIN)/python -m bench.gpu resident build/gpu_resident.jsonl --models build/gpu-models
 	$(BIN)/python -m bench.gpu missing build/gpu_missing.jsonl build/gpu-models/8x64-4096x2048-mxfp4.gguf
 
+# --clear: nothing of an environment that could not be finished stays
 $(VENV)/python:
-	@command -v $(PYTHON) > /dev/null || { echo "error: $(PYTHON) was not found: install Python 3.10 or later, or set PYTHON"; exit 1; }
-	@command -v $(CXX) > /dev/null || { echo "error: the compiler $(CXX) was not found: install g++ (apt install g++), or set CXX"; exit 1; }
-	@command -v git > /dev/null || { echo "error: git was not found: install git (apt install git)"; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { echo "error: no virtual environment could be made: install python3-venv"; exit 1; }
+	@PYTHON="$(PYTHON)" sh native/check_needs.sh venv $(if $(CUDA),cuda)
+	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-# what builds and checks; cmake and ninja come from here, so that the machine needs neither
+# CMake and ninja come from here, so that the machine needs neither
 $(VENV)/tools: $(VENV)/python pyproject.toml
-	$(BIN)/pip install --quiet 'scikit-build-core>=0.10' 'cffi>=1.17' 'cmake>=3.25,<4' ninja \
-		ruff mypy 'clang-format==18.1.8'
+	@$(STEP)/tools.log "build tools: from the package index" \
+		$(PIP) 'scikit-build-core>=0.10' 'cffi>=1.17' 'cmake>=3.25,<4' ninja
 	@touch $@
 
+# Only what runs is installed with it: tests and checks have their own.
 $(BUILT): $(VENV)/tools pyproject.toml $(NATIVE_FILES)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,dev]'
+	@$(STEP)/build.log "llama.cpp with our patches, and what it needs to run: the first build takes 5 to 10 minutes on two cores" \
+		env PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --verbose --no-build-isolation --editable .
 	@rm -f $(VENV)/built*
+	@touch $@
+
+# the extras of the package that is installed already: nothing is built again
+$(VENV)/for-test: $(BUILT)
+	@$(STEP)/for-test.log "what the tests need: from the package index" $(PIP) 'llama-expert-pack[test]'
+	@touch $@
+
+$(VENV)/for-check: $(BUILT)
+	@$(STEP)/for-check.log "what checks the code: from the package index" $(PIP) 'llama-expert-pack[dev]'
 	@touch $@
 
 clean:

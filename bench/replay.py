@@ -28,7 +28,10 @@ from bench.replaying.native import has_twin, replay_compiled
 from bench.replaying.synthetic import PRESETS, synthetic_trace
 from pypack.budget import parse_size
 from pypack.errors import BudgetError, ExpertPackError
+from pypack.heat import is_picture
+from pypack.output_file import write_output
 from pypack.policy import DEFAULT_POLICY, POLICIES, make_policy
+from pypack.printable import printable
 from pypack.trace import Trace, read_trace
 
 BELADY, BYPASS = "belady", "belady-bypass"
@@ -118,7 +121,7 @@ def ranking(rows: Sequence[Row]) -> str:
             shares[row["group"]] += weight * row["hits"] / max(1, best[row["trace"], row["budget"]])
             rates += weight * row["hit_rate"] / len(n_traces)
         mean = sum(shares.values()) / len(shares)
-        cpu_s = 1e6 * sum(row["cpu_s"] for row in mine) / sum(row["acquires"] for row in mine)
+        cpu_s = 1e6 * sum(row["cpu_s"] for row in mine) / max(1, sum(row["acquires"] for row in mine))
         cells = [f"{mean:.3f}", *(f"{share:.3f}" for share in shares.values()), f"{rates:.3f}", f"{cpu_s:.1f}"]
         found.append((mean, f"| {policy} | {' | '.join(cells)} |"))
     titles = ["policy", "share of the possible hits", *n_traces, "hit rate", "CPU s per million acquires"]
@@ -162,16 +165,26 @@ def main(
         rows: list[Row] = []
         for name, group, trace in _load(traces, allow_cut):
             found = replay_all(trace, name, group, names, budgets.split(","))
-            print(f"\n### {name}\n\n{_facts(trace)}; {check_live(trace)}.\n\n{table(found)}")
+            print(f"\n### {printable(name)}\n\n{_facts(trace)}; {check_live(trace)}.\n\n{table(found)}")
             rows += found
             if out is not None and found:
-                draw_hit_rates(found, out / f"{name}.svg", default=DEFAULT_POLICY)
+                chart = draw_hit_rates(found, default=DEFAULT_POLICY)
+                write_output(out / f"{name}.svg", chart, is_picture, "a picture")
         print(f"\n### All\n\n{ranking(rows)}")
         if out is not None:
-            (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            write_output(out / "results.jsonl", lines.encode(), _is_results, "results of replays")
     except (ExpertPackError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(_sentence(error))}", file=sys.stderr)
         sys.exit(1)
+
+
+def _sentence(error: Exception) -> str:
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+
+
+def _is_results(head: bytes) -> bool:
+    return head.startswith(b'{"trace": ')
 
 
 def _load(paths: Sequence[Path], allow_cut: bool) -> Iterable[tuple[str, str, Trace]]:

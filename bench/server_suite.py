@@ -30,6 +30,7 @@ from bench.stock import ROOT, STOCK_LIB
 
 SOURCE = STOCK_LIB.parent / "source"
 WORK = ROOT / "build" / "server_suite"
+MODULES = ROOT / "bench" / "serving" / "modules"  # in place of packages that the tests import
 RESULTS = ROOT / "bench" / "results" / "server_suite.json"
 # What a pack could change, and no waiting for models to fall asleep or clients to give up.
 FAST_FILES = (
@@ -78,7 +79,7 @@ def prepare(work: Path = WORK, source: Path = SOURCE) -> Workspace:
 def _environment(workspace: Workspace, script: Path, outcomes: Path) -> dict[str, str]:
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), str(MODULES), os.environ.get("PYTHONPATH")))),
         "LLAMA_SERVER_BIN_PATH": str(script),
         "LLAMA_CACHE": str(workspace.model_cache),
         "HF_ENDPOINT": "http://127.0.0.1:1/",  # nobody listens: whatever is not in the cache fails at once

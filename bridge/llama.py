@@ -17,9 +17,11 @@ from pypack.errors import DecodeError, UsageError
 from pypack.policy import DEFAULT_POLICY
 from pypack.reader import Verify
 from pypack.stats_file import StatsWriter
+from pypack.user_values import check_path
 
 llama_cpp = library.load()
 
+from bridge.outputs import TraceFile, check_outputs  # noqa: E402
 from bridge.provider import Provider  # noqa: E402
 
 NONE, LAYER = llama_cpp.LLAMA_SPLIT_MODE_NONE, llama_cpp.LLAMA_SPLIT_MODE_LAYER
@@ -50,6 +52,17 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
+def _refuse_without_pack(options: dict[str, Any]) -> None:
+    """Raises UsageError if an option is set that does nothing without a pack."""
+    usual = inspect.signature(Llama.__init__).parameters
+    unused = [name for name, value in options.items() if name != "expert_pack" and value != usual[name].default]
+    if unused:
+        raise UsageError(
+            f"{', '.join(unused)} would have no effect without expert_pack: give expert_pack=True or the path of the "
+            f"pack, or leave {'it' if len(unused) == 1 else 'them'} out"
+        )
+
+
 class _Closed:
     """Takes the place of the native objects of a closed model."""
 
@@ -71,14 +84,15 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
 
     Args:
         model_path: the GGUF; its first shard if it is split.
-        expert_pack: path of the pack, True for the one beside the model, None for stock behaviour.
+        expert_pack: path of the pack, True for the one beside the model, None for stock behaviour; the other
+            options of experts are refused then.
         expert_cache: memory for experts, on each device that computes layers: bytes, "20GiB", "60%" of what is free
             after the reserve, or "auto" (all experts if they fit in all of that on a GPU, in half of it on the CPU,
             else as many as fit). Less than one working set is refused.
         expert_cache_reserve: memory to leave free, in the same units.
         expert_direct_io: read with O_DIRECT; False reads through the page cache.
-        expert_read_splits: parts that one expert is read in at most, in parallel.
-        expert_stage_slots: experts that are read at the same time at most.
+        expert_read_splits: parts that one expert is read in at most, in parallel; 1 to 1024.
+        expert_stage_slots: experts that are read at the same time at most; 1 to 1024.
         expert_verify: check experts' checksums at the "first" read, at "every" read, or "off".
         expert_policy: which experts leave the cache, one of ``pypack.POLICIES``; docs/POLICY.md compares them.
         expert_trace: file that gets every lookup of experts, for ``python -m bench.replay`` and ``expert-pack heat``.
@@ -118,9 +132,14 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         self._expert_args = {k: v for k, v in locals().items() if k.startswith("expert_")}  # for pickling
         self._provider: Provider | None = None
         self._stats_writer: StatsWriter | None = None
+        self._trace: TraceFile | None = None
         self._must_replay = False
         self._batch_ends: list[int] = []  # token counts at which the evaluated batches ended, rising
         model_path = os.fspath(model_path)
+        if expert_pack is not None and not isinstance(expert_pack, bool):
+            expert_pack = check_path("expert_pack", expert_pack)
+        trace_path = None if expert_trace is None else check_path("expert_trace", expert_trace)
+        stats_path = None if expert_stats_path is None else check_path("expert_stats_path", expert_stats_path)
         try:
             if expert_pack is not None and expert_pack is not False:
                 if llama_kwargs.get("split_mode", LAYER) not in (NONE, LAYER):
@@ -134,6 +153,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                         "start this one with multiprocessing's spawn method, or fork before the first load"
                     )
                 pack = open_checked(model_path, expert_pack)
+                check_outputs(model_path, pack, {"expert_trace": trace_path, "expert_stats_path": stats_path})
+                self._trace = TraceFile(trace_path) if trace_path is not None else None
                 self._provider = Provider(
                     pack,
                     model_path,
@@ -145,12 +166,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                     stage_slots=expert_stage_slots,
                     verify=expert_verify,
                     policy=expert_policy,
-                    trace=expert_trace,
+                    trace=self._trace,
                 )
-            elif expert_trace is not None:
-                raise UsageError("expert_trace is set, but there is nothing to record without expert_pack")
-            elif expert_stats_path is not None:
-                raise UsageError("expert_stats_path is set, but there is nothing to count without expert_pack")
+            else:
+                _refuse_without_pack(self._expert_args)
             _has_loaded = True
             if self._provider is not None and llama_kwargs.get("use_mlock", False):
                 llama_kwargs = {**llama_kwargs, "use_mmap": False}  # locking a mapping would lock the experts in it
@@ -159,8 +178,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                 self._watch_decode(self._provider)
                 with interrupts.held_back(), garbage.held_back():
                     self._provider.start(has_weights=not llama_kwargs.get("vocab_only", False))
-                if expert_stats_path is not None:
-                    self._stats_writer = StatsWriter(expert_stats_path, expert_stats_interval, self._provider.stats)
+                if stats_path is not None:
+                    self._stats_writer = StatsWriter(stats_path, expert_stats_interval, self._provider.stats)
                 _open.add(self)
         except BaseException:
             self.close()
@@ -228,7 +247,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
             for name in ("_model", "_ctx", "_batch", "tokenizer_"):
                 if hasattr(self, name):
                     setattr(self, name, _Closed())
-        for part in (getattr(self, "_stats_writer", None), getattr(self, "_provider", None)):
+        for name in ("_stats_writer", "_provider", "_trace"):
+            part = getattr(self, name, None)
             if part is not None:
                 part.close()
 
@@ -242,7 +262,12 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         inherited: Any = _Inherited()
         if not isinstance(vars(self)["_model"], _Closed):
             self.__dict__.update(_model=inherited, _ctx=inherited, _batch=inherited, tokenizer_=inherited)
-        self._provider, self._stats_writer = inherited, None
+        if self._provider is not None:
+            self._provider.forget()
+        for output in (self._stats_writer, self._trace):
+            if output is not None:
+                output.close()
+        self._provider, self._stats_writer, self._trace = inherited, None, None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **self._expert_args}

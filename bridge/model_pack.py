@@ -7,7 +7,9 @@ from typing import Any
 
 from pypack.errors import GGUFError
 from pypack.ggml_types import NOT_COMPUTED_TYPES
+from pypack.layout import Layer
 from pypack.pack import Pack, find_pack, open_pack
+from pypack.user_values import check_count, check_path
 
 
 def open_checked(model_path: str, expert_pack: str | os.PathLike[str] | bool) -> Pack:
@@ -17,6 +19,8 @@ def open_checked(model_path: str, expert_pack: str | os.PathLike[str] | bool) ->
     """
     if not os.path.exists(model_path):  # noqa: PTH110
         raise ValueError(f"Model path does not exist: {model_path}")
+    if not isinstance(expert_pack, bool):
+        check_path("expert_pack", expert_pack)
     pack = open_pack(find_pack(model_path) if isinstance(expert_pack, bool) else expert_pack)
     pack.check_source(model_path)
     for role in (role for layer in pack.layers for role in layer.roles):
@@ -29,7 +33,27 @@ def open_checked(model_path: str, expert_pack: str | os.PathLike[str] | bool) ->
 
 
 def working_set(pack: Pack, kv_overrides: dict[str, Any] | None = None) -> int:
-    """Experts that a token uses in a layer; 1 if neither the model nor an override says."""
+    """Experts that a token uses in a layer; 1 if neither the model nor an override says.
+
+    Raises UsageError if an override asks for fewer than 1 or more than there are, GGUFError if the model does.
+    """
     facts = pack.manifest.model
-    override = (kv_overrides or {}).get(f"{facts.architecture}.expert_used_count", facts.expert_used_count)
-    return max(int(override), 1)
+    most = max(layer.n_expert for layer in pack.layers)
+    key = f"{facts.architecture}.expert_used_count"
+    if kv_overrides is not None and key in kv_overrides:  # llama.cpp would end the process
+        return check_count(f"the override of {key}", kv_overrides[key], 1, most)
+    if facts.expert_used_count > most:
+        raise GGUFError(
+            f"{pack.path}: a token of the model uses {facts.expert_used_count} of {most} experts: "
+            "its metadata is wrong, get the model again"
+        )
+    return max(facts.expert_used_count, 1)
+
+
+def gpu_layers(pack: Pack, n_gpu_layers: int) -> list[Layer]:
+    """The layers that llama.cpp computes on GPUs: the model's last ones, where the output counts as one more.
+
+    All of them if the number is negative.
+    """
+    first = pack.manifest.model.block_count + 1 - n_gpu_layers if n_gpu_layers >= 0 else 0
+    return [layer for layer in pack.layers if layer.block >= first]

@@ -26,11 +26,13 @@ from pypack.direct_io import aligned_buffer
 from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
 from pypack.host_memory import host_memory_free
 from pypack.policy import make_policy
-from pypack.reader import Reader, check_count, check_verify
+from pypack.reader import READ_SPLITS_MAX, STAGE_SLOTS_MAX, Reader, check_verify
 from pypack.staging import StagingPool
 from pypack.trace_format import encode_header
+from pypack.user_values import check_count, shown
 
 if TYPE_CHECKING:
+    from bridge.outputs import TraceFile
     from pypack.pack import Pack
     from pypack.reader import Verify
 
@@ -52,8 +54,8 @@ class Provider:
     """Experts of one model, from one pack. Create it before the model is loaded, close it after the model is freed.
 
     ``top_k``: experts that a token uses in a layer: the smallest cache. ``cache``: bytes, ``"20GiB"``, ``"60%"``
-    or ``"auto"``, see :func:`pypack.budget.cache_budget`; ``reserve``: memory to leave free. ``trace``: file that
-    gets every acquire, see docs/FORMAT.md; it is complete when the provider is closed.
+    or ``"auto"``, see :func:`pypack.budget.cache_budget`; ``reserve``: memory to leave free. ``trace``: gets
+    every acquire, see docs/FORMAT.md; it is complete when the provider is closed, and closed by whoever made it.
     Raises :class:`ExpertPackError`.
     """
 
@@ -70,43 +72,48 @@ class Provider:
         stage_slots: int,
         verify: Verify,
         policy: str,
-        trace: str | os.PathLike[str] | None = None,
+        trace: TraceFile | None = None,
     ) -> None:
         self._pack = pack
         self._top_k = top_k
         self._budget = cache
-        self._reserve_bytes = parse_size(reserve, host_memory_free())
-        self._stage_slots = check_count("stage_slots", stage_slots, 1)
+        self._reserve_bytes = parse_size(reserve, host_memory_free(), "expert_cache_reserve")
+        self._stage_slots = check_count("expert_stage_slots", stage_slots, 1, STAGE_SLOTS_MAX)
+        self._n_parts = check_count("expert_read_splits", read_splits, 1, READ_SPLITS_MAX)
+        check_verify("expert_verify", verify)
+        if direct_io not in (True, False):
+            raise UsageError(f"expert_direct_io must be True or False, not {shown(direct_io)}")
         self._slots: list[memoryview | StagingPool] = []  # [n_slots] host memory, or how to get there
         self._error: ExpertPackError | None = None
         self.arena_bytes: dict[str, int] = {}  # by device
         self.counters = _SharedCounters()
         self.cache = ExpertCache(pack.layers, make_policy(policy), self.counters)
         self._check_budget()
-        check_verify(verify)
-        self._n_parts = check_count("read_splits", read_splits, 1)
+        self._is_direct = bool(direct_io)
+        self._store = ffi.NULL
         self._reader = Reader(
             pack,
-            direct_io=direct_io,
+            direct_io=self._is_direct,
             read_splits=1,  # as many threads: native does the reading that must be fast
             stage_slots=_OWN_READS,
-            verify="off" if verify == "off" else "every",  # native, which reads first, knows what was right once
+            verify="every",  # it reads what native could not, or has doubts about
             counters=self.counters,
         )
-        self.blocks = _describe_blocks(pack, self._reader.fds, _CHECKS[verify])
-        self._is_direct = direct_io
-        self._handle = ffi.new_handle(self)
-        self._store = self._register(os.fspath(model_path))
-        if self._store == ffi.NULL:
+        self._recheck = verify != "off"
+        try:
+            self.blocks = _describe_blocks(pack, self._reader.fds, _CHECKS[verify])
+            self._handle = ffi.new_handle(self)
+            self._store = self._register(os.fspath(model_path))
+            if self._store == ffi.NULL:
+                raise NativeError(_last_error())
+            _switch_often(True)
+            if trace is not None:
+                header = encode_header(pack.layers, top_k, policy)
+                lib.expert_store_trace(self._store, trace.begin(header))
+        except BaseException:
             self._reader.close()
-            raise NativeError(_last_error())
-        _switch_often(True)
-        if trace is not None:
-            try:
-                self._start_trace(os.fspath(trace), policy)
-            except BaseException:
-                self.close()
-                raise
+            self.close()
+            raise
 
     def start(self, has_weights: bool = True) -> None:
         """Open the arenas of the loaded model's devices; no other model may take these experts from now on.
@@ -149,6 +156,11 @@ class Provider:
         lib.expert_store_free(self._store)
         self._store = ffi.NULL
         _switch_often(False)
+
+    def forget(self) -> None:
+        """In a forked child, instead of close(): the store and the reads are the parent's."""
+        self._reader.close()
+        self._store = ffi.NULL
 
     # ---- callbacks: on any thread
 
@@ -230,19 +242,6 @@ class Provider:
         except Exception as error:
             done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
 
-    def _start_trace(self, path: str, policy: str) -> None:
-        header = encode_header(self._pack.layers, self._top_k, policy)
-        try:
-            with open(path, "wb") as file:
-                file.write(header)
-        except OSError as error:
-            raise UsageError(
-                f"{path}: the expert trace can't be written: {error.strerror}; "
-                "give a file in a folder that exists and is writable"
-            ) from error
-        if not lib.expert_store_trace(self._store, os.fsencode(path)):
-            raise UsageError(_last_error())
-
     # ---- registration
 
     def _check_budget(self) -> None:
@@ -250,10 +249,10 @@ class Provider:
 
         With a GPU only open_arena knows what is left for experts.
         """
-        if build_info()["cuda"]:
-            return
         layers, free_bytes = self._pack.layers, host_memory_free()
         budget = cache_budget(self._budget, layers, free_bytes, self._reserve_bytes)
+        if build_info()["cuda"]:
+            return
         plan_pools(layers, budget, self._top_k, free_bytes=free_bytes, reserve_bytes=self._reserve_bytes)
 
     def _register(self, model_path: str) -> Any:
@@ -277,6 +276,7 @@ class Provider:
         tables.next_slots = ffi.from_buffer("int32_t[]", self.cache.next_slots)
         tables.blocks = ffi.from_buffer("expert_block[]", self.blocks)
         tables.n_reads, tables.n_parts, tables.is_direct = self._stage_slots, self._n_parts, self._is_direct
+        tables.recheck = self._recheck
         callbacks = ffi.new("expert_provider *")
         callbacks.abi_version, callbacks.struct_size = lib.EXPERT_ABI_VERSION, ffi.sizeof("expert_provider")
         callbacks.user = self._handle

@@ -12,16 +12,31 @@ from pathlib import Path
 from typing import Any
 
 from bridge._server import ffi, lib
-from bridge.model_pack import open_checked, working_set
+from bridge.model_pack import gpu_layers, open_checked, working_set
+from bridge.outputs import TraceFile, check_outputs, path_of_child
 from bridge.provider import Provider
 from pypack.budget import parse_size
+from pypack.counters import ExpertStats
 from pypack.errors import ExpertPackError, UsageError
 from pypack.layout import payload_bytes
 from pypack.pack import Pack
 from pypack.policy import DEFAULT_POLICY
+from pypack.printable import printable
 from pypack.stats_file import StatsWriter
+from pypack.user_values import as_number, check_path, shown
 
 _log = logging.getLogger(__name__)
+
+_HALF_OF_FREE = (1 << 64) - 1  # UINT64_MAX
+_KEYWORD = re.compile(
+    r"(?<![\w./-])(expert_(?:cache_reserve|cache|direct_io|pack|policy|read_splits|stage_slots|stats_interval"
+    r"|stats_path|trace|verify))(=\w+)?(?![\w/-]|\.\w)"
+)
+_FLAGS = {
+    "expert_direct_io=False": "--no-expert-direct-io",
+    "expert_pack=True": "--expert-pack auto",
+    "expert_stats_path": "--expert-stats-file",
+}
 
 
 def run(arguments: list[bytes], executable: bytes) -> int:
@@ -41,51 +56,54 @@ class _Session:
     def __init__(self, request: Any) -> None:
         model_path = _text(request.model_path)
         pack_path = _text(request.pack)
+        trace_path = _output("expert_trace", request.trace, request)
+        stats_path = _output("expert_stats_path", request.stats_file, request)
+        interval_s = _seconds(_given(request.stats_interval, "10"))
         self.pack = open_checked(model_path, True if pack_path == "auto" else pack_path)
         _refuse_contradictions(request, self.pack)
+        check_outputs(model_path, self.pack, {"expert_trace": trace_path, "expert_stats_path": stats_path})
+        self.expert_bytes = payload_bytes(gpu_layers(self.pack, request.n_gpu_layers))
         self.options: dict[str, Any] = {
-            "cache": _text(request.cache),
-            "policy": DEFAULT_POLICY if request.policy == ffi.NULL else _text(request.policy),
-            "verify": _text(request.verify),
-            "direct_io": bool(request.direct_io),
+            "cache": _given(request.cache, "auto"),
+            "policy": _given(request.policy, DEFAULT_POLICY),
+            "verify": _given(request.verify, "first"),
+            "direct_io": request.direct_io != 0,
         }
-        architecture = self.pack.manifest.model.architecture
+        pairs = (line.rpartition("=") for line in _text(request.kv_overrides).split("\n")[:-1])
         self.provider = Provider(
             self.pack,
             model_path,
-            top_k=working_set(
-                self.pack, {f"{architecture}.expert_used_count": request.top_k} if request.top_k > 0 else None
-            ),
-            reserve=_text(request.cache_reserve),
-            read_splits=request.read_splits,
-            stage_slots=request.stage_slots,
-            trace=None if request.trace == ffi.NULL else _text(request.trace),
+            top_k=working_set(self.pack, {key: int(value) for key, _, value in pairs}),
+            reserve=_given(request.cache_reserve, "1GiB"),
+            read_splits=as_number(_given(request.read_splits, "64")),
+            stage_slots=as_number(_given(request.stage_slots, "12")),
+            trace=_the_trace(trace_path),
             **self.options,
         )
         self.stats_writer: StatsWriter | None = None
-        if request.stats_file != ffi.NULL:
+        if stats_path is not None:
             try:
-                self.stats_writer = StatsWriter(
-                    _text(request.stats_file), _seconds(_text(request.stats_interval)), self.provider.stats
-                )
+                self.stats_writer = StatsWriter(stats_path, interval_s, self.stats)
             except BaseException:
                 self.provider.close()
                 raise
 
-    def fit_bytes(self) -> tuple[int, int]:
-        """What memory fitting must leave for the cache on a device: at least and at best."""
-        cache = self.options["cache"]
-        if cache == "auto" or str(cache).endswith("%"):
-            return 0, payload_bytes(self.pack.layers)
-        n_bytes = parse_size(str(cache), 0)
-        return n_bytes, n_bytes
+    def stats(self) -> ExpertStats:
+        """What was counted since the server was started, not since it woke up."""
+        now = self.provider.stats()
+        return now if _counted_before is None else now.plus(_counted_before)
+
+    def cache_max(self) -> int:
+        """Bytes that the cache may take on a device; _HALF_OF_FREE where that is not a size."""
+        cache = str(self.options["cache"]).strip().lower()
+        return _HALF_OF_FREE if cache == "auto" or cache.endswith("%") else parse_size(cache, 0)
 
     def info(self) -> str:
         """For /props."""
         layers = self.pack.layers
         return json.dumps(
             {
-                "path": str(Path(self.pack.path).absolute()),
+                "path": printable(Path(self.pack.path).absolute()),
                 "n_layers": len(layers),
                 "n_experts": sum(layer.n_expert for layer in layers),
                 "expert_bytes": payload_bytes(layers),
@@ -96,12 +114,16 @@ class _Session:
         )
 
     def close(self) -> None:
+        global _counted_before
         if self.stats_writer is not None:
             self.stats_writer.close()
+        _counted_before = self.stats()
         self.provider.close()
 
 
 _session: _Session | None = None
+_counted_before: ExpertStats | None = None  # by sessions that are closed
+_trace: TraceFile | None = None  # of all sessions; the end of the process closes it
 _kept: dict[str, Any] = {}  # strings that C holds
 
 
@@ -123,11 +145,33 @@ def _refuse_contradictions(request: Any, pack: Pack) -> None:
             )
 
 
+def _output(name: str, path: Any, request: Any) -> str | None:
+    given = _given(path, None)
+    return None if given is None else path_of_child(check_path(name, given), _given(request.child, None))
+
+
+def _the_trace(path: str | None) -> TraceFile | None:
+    global _trace
+    if path is not None and _trace is None:
+        _trace = TraceFile(path)
+    return _trace
+
+
 def _seconds(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UsageError(f"the statistics interval must be a number of seconds above 0, not {text!r}") from None
+        raise UsageError(f"expert_stats_interval must be a number of seconds above 0, not {shown(text)}") from None
+
+
+def with_flags(message: str) -> str:
+    """The message with the server's flags in place of the keywords of ``Llama`` that it names."""
+
+    def flag(match: re.Match[str]) -> str:
+        keyword, value = match[1], match[2] or ""
+        return _FLAGS.get(keyword + value) or _FLAGS.get(keyword, "--" + keyword.replace("_", "-")) + value
+
+    return _KEYWORD.sub(flag, message)
 
 
 # ---- what C calls
@@ -143,7 +187,7 @@ def expert_launcher_open(request: Any, opened: Any) -> int:
         session = _Session(request)
         opened.store = ffi.cast("void *", session.provider.address)
         opened.counters = ffi.from_buffer("int64_t[]", session.provider.counters.array)
-        opened.fit_bytes_min, opened.fit_bytes_max = session.fit_bytes()
+        opened.cache_max, opened.expert_bytes = session.cache_max(), session.expert_bytes
     except Exception as error:
         opened.error = _sentence(error)
         if session is not None:
@@ -174,7 +218,7 @@ def expert_launcher_close() -> None:
 
 @ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
 def expert_launcher_why() -> Any:
-    return _keep("why", _session.provider.take_error() if _session is not None else "")
+    return _keep("why", with_flags(_session.provider.take_error()) if _session is not None else "")
 
 
 def _close() -> None:
@@ -187,13 +231,18 @@ def _close() -> None:
 def _sentence(error: Exception) -> Any:
     if not isinstance(error, ExpertPackError | OSError | ValueError):
         _log.error("the expert pack could not be opened", exc_info=error)
-    return _keep("error", str(error) or type(error).__name__)
+    return _keep("error", with_flags(str(error) or type(error).__name__))
 
 
 def _keep(name: str, text: str) -> Any:
     """A C string that stays valid until the next one of this name."""
     _kept[name] = ffi.new("char[]", text.encode(errors="replace"))
     return _kept[name]
+
+
+def _given(chars: Any, otherwise: Any) -> Any:
+    """The flag's text, ``otherwise`` if it was not given."""
+    return otherwise if chars == ffi.NULL else _text(chars)
 
 
 def _text(chars: Any) -> str:

@@ -60,7 +60,7 @@ def download(folder: Path) -> None:
             reason = try_download([*pip, "download", *isolation], folder)
             if reason is None:
                 return
-            reasons.append(f"{' '.join(pip)}: {reason}")
+            reasons.append(reason)
     raise SourceError(
         f"the source {ARCHIVE} is not in the cache and can't be downloaded ({'; '.join(dict.fromkeys(reasons))}): "
         f"connect to a package index, or put the file into {folder.parent}"

@@ -6,7 +6,6 @@ All pools of a device lie one after the other in its arena.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from numpy.typing import NDArray
 
 from pypack.errors import BudgetError, UsageError
 from pypack.layout import Layer, payload_bytes
+from pypack.user_values import shown
 
-__all__ = ["Pool", "PoolPlan", "cache_budget", "parse_size", "plan_pools"]
+__all__ = ["Pool", "PoolPlan", "cache_budget", "parse_size", "plan_pools", "size_text"]
 
 _UNITS = {
     "": 1, "b": 1,
@@ -26,36 +26,37 @@ _UNITS = {
     "g": 1 << 30, "gib": 1 << 30, "gb": 10**9,
     "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
 }  # fmt: skip
+_SHOWN_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)\s*", re.ASCII | re.IGNORECASE)
 
 
-def parse_size(size: str | int | float, total_bytes: int) -> int:
+def parse_size(size: str | int | float, total_bytes: int, name: str = "the size") -> int:
     """Bytes meant by ``"20GiB"``, ``"1.5G"`` (= GiB), ``"20GB"`` (10^9), ``"60%"`` of the total, or a number.
 
-    A number, with or without quotes, is a whole number of bytes. Raises :class:`UsageError`.
+    A number, with or without quotes, is a whole number of bytes. Raises :class:`UsageError`, which says ``name``.
     """
-    wrong = UsageError(f'{size!r} is not a size: give it as "20GiB", "512MiB", "60%" or a whole number of bytes')
+    wrong = UsageError(
+        f'{name} must be a size, such as "20GiB", "512MiB", "60%" or a whole number of bytes, not {shown(size)}'
+    )
+    n_bytes: int | float
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
-        if match is None:
+        if match is None or match[2].lower() not in (*_UNITS, "%"):
             raise wrong
         number, unit = float(match[1]), match[2].lower()
         if unit == "%":
             if number > 100:
-                raise UsageError(f"{size!r} is more than 100%")
+                raise UsageError(f"{name} is {shown(size)}, more than 100%")
             return int(total_bytes * number / 100)
-        if unit not in _UNITS:
-            raise wrong
         # through int where possible: a float cannot hold every byte count
-        n_bytes = int(match[1]) * _UNITS[unit] if match[1].isdecimal() else number * _UNITS[unit]
-    elif isinstance(size, bool) or not isinstance(size, int | float):
+        is_whole = match[1].isdecimal() and number < 1 << 63
+        n_bytes = (int(match[1].lstrip("0") or "0") if is_whole else number) * _UNITS[unit]
+    elif isinstance(size, bool) or not isinstance(size, int | float) or (isinstance(size, float) and size % 1 != 0):
         raise wrong
     else:
         n_bytes = size
-    if not math.isfinite(n_bytes) or (n_bytes != int(n_bytes) and not isinstance(size, str)):
-        raise wrong
     if not 0 <= n_bytes < 1 << 63:
-        raise UsageError(f"{size!r} is out of range: a size is between 0 and 8 EiB")
+        raise UsageError(f"{name} is {shown(size)}, out of range: a size is between 0 and 8 EiB")
     return int(n_bytes)
 
 
@@ -74,7 +75,7 @@ def cache_budget(
     usable = max(0, free_bytes - reserve_bytes)
     if isinstance(requested, str) and requested.strip().lower() == "auto":
         return min(payload_bytes(layers), int(usable * auto_share))
-    return parse_size(requested, usable)
+    return parse_size(requested, usable, "expert_cache")
 
 
 @dataclass(frozen=True)
@@ -189,13 +190,25 @@ def _bytes(n_slots: list[int], sizes: list[int]) -> int:
 def _too_small(
     device: str, budget_bytes: int, free_bytes: int | None, reserve_bytes: int, least_bytes: int, top_k: int
 ) -> str:
-    free = "free memory unknown" if free_bytes is None else f"{_mib(free_bytes)} are free"
+    needs = f"one working set of top-{top_k} experts needs at least {least_bytes} bytes"
+    if free_bytes is None:
+        return f"the expert cache on {device} is too small: it has {size_text(budget_bytes)}, {needs}: raise the budget"
+    advice: list[str] = []
+    if free_bytes - reserve_bytes < least_bytes:
+        advice.append("lower expert_cache_reserve" if least_bytes <= free_bytes else "make more memory free")
+    if 0 < budget_bytes < least_bytes or not advice:
+        advice.append("raise expert_cache")
     return (
-        f"the expert cache on {device} is too small: {_mib(budget_bytes)} were requested, {free}, "
-        f"{_mib(reserve_bytes)} are reserved, but one working set of top-{top_k} experts needs "
-        f"at least {least_bytes} bytes ({_mib(least_bytes)}); raise the budget or lower the reserve"
+        f"the expert cache on {device} is too small: expert_cache comes to {size_text(budget_bytes)}, "
+        f"{size_text(free_bytes)} are free and expert_cache_reserve keeps {size_text(reserve_bytes)} of that, but {needs}: "
+        f"{' and '.join(advice)}"
     )
 
 
-def _mib(n_bytes: int) -> str:
-    return f"{math.ceil(n_bytes / 2**20 * 10) / 10:.1f} MiB"
+def size_text(n_bytes: int) -> str:
+    """The size in the unit that fits, exactly: ``"1 KiB"``, ``"1610612736 bytes (1.5 GiB)"``."""
+    for unit, size in _SHOWN_UNITS:
+        if n_bytes >= size:
+            exact = n_bytes % size == 0
+            return f"{n_bytes // size} {unit}" if exact else f"{n_bytes} bytes ({n_bytes / size:.1f} {unit})"
+    return f"{n_bytes} bytes"

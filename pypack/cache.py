@@ -152,7 +152,7 @@ class ExpertCache:
         if len(slots) < n:
             raise BudgetError(
                 f"layer {layer} needs {n} more slots, but only {len(slots)} of its {pool.n_slots} can be "
-                "given up: raise the expert cache budget"
+                "given up: raise expert_cache"
             )
         keys = self.owner.take(slots)
         chosen = self._policies[pool_index].victims(keys, n, self.freq, self.last_use, now)

@@ -13,12 +13,28 @@ from pypack.convert import DEFAULT_SAFETY_MARGIN_BYTES, convert
 from pypack.errors import ExpertPackError
 from pypack.heat import draw_heat
 from pypack.inspect_pack import describe, format_table, to_json
+from pypack.printable import printable
 from pypack.progress import for_stderr
 from pypack.trace import read_trace
+from pypack.user_values import check_path
 from pypack.verify import verify
 from pypack.workers import DEFAULT_JOBS, MAX_JOBS
 
 _GIB = 1 << 30
+
+
+class _Path(click.Path):
+    """A path that a file can have."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            check_path("it", value)
+        except ExpertPackError as error:
+            self.fail(f"{error}.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_PATH = _Path(path_type=Path)
 
 
 class _Group(click.Group):
@@ -28,10 +44,10 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except ExpertPackError as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {printable(error)}", err=True)
             ctx.exit(1)
         except OSError as error:
-            click.echo(f"error: {error.filename or 'input/output'}: {error.strerror}", err=True)
+            click.echo(f"error: {printable(error.filename or 'input/output')}: {error.strerror or error}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted: what is finished is kept, run the same command to go on", err=True)
@@ -51,10 +67,10 @@ def _refuse_nan(_: click.Context, __: click.Parameter, value: float) -> float:
 
 
 @cli.command("convert")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=_PATH)
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     help="The pack to write (ending in .expert-pack), or a folder for it. Default: beside the model.",
 )
 @click.option(
@@ -91,18 +107,18 @@ def convert_command(
         progress=for_stderr("convert"),
     )
     if result.reused:
-        click.echo(f"{result.path} is already complete ({result.pack_bytes} bytes)")
+        click.echo(f"{printable(result.path)} is already complete ({result.pack_bytes} bytes)")
     else:
         resumed = f", {result.resumed_layers} layers were there already" if result.resumed_layers else ""
-        click.echo(f"{result.path} is complete ({result.pack_bytes} bytes{resumed})")
+        click.echo(f"{printable(result.path)} is complete ({result.pack_bytes} bytes{resumed})")
 
 
 @cli.command("verify")
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.argument("pack", type=_PATH)
 @click.option("--deep", is_flag=True, help="Also read every block and check its hash.")
 @click.option(
     "--source",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     help="Also check that the pack belongs to this model; with --deep, compare every byte with it.",
 )
 @click.option(
@@ -115,11 +131,11 @@ def convert_command(
 def verify_command(pack: Path, deep: bool, source: Path | None, jobs: int) -> None:
     """Check the expert pack PACK: header, index, manifest and size; its blocks with --deep."""
     result = verify(pack, deep=deep, source=source, jobs=jobs, progress=for_stderr("verify"))
-    click.echo(f"{pack} is valid: {result}")
+    click.echo(f"{printable(pack)} is valid: {result}")
 
 
 @cli.command("inspect")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=_PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("--budget", help='Cache size to predict the slots for: "20GiB", or "60%" of all experts.')
 def inspect_command(path: Path, as_json: bool, budget: str | None) -> None:
@@ -129,15 +145,16 @@ def inspect_command(path: Path, as_json: bool, budget: str | None) -> None:
 
 
 @cli.command("heat")
-@click.argument("trace", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="The .png or .svg to write. Default: beside TRACE, .svg.")
+@click.argument("trace", type=_PATH)
+@click.option("--out", type=_PATH, help="The .png or .svg to write. Default: beside TRACE, .svg.")
 @click.option("--ranked", is_flag=True, help="Each layer's experts from the most to the least used.")
 @click.option("--allow-cut", is_flag=True, help="Take what is there of a trace that was not ended.")
 def heat_command(trace: Path, out: Path | None, ranked: bool, allow_cut: bool) -> None:
     """Draw which experts the run recorded in TRACE used: a row a layer, a column an expert."""
+    found = read_trace(trace, allow_cut=allow_cut)  # first: a folder may have no name to put .svg behind
     path = out or trace.with_suffix(".svg")
-    draw_heat(read_trace(trace, allow_cut=allow_cut), path, ranked=ranked)
-    click.echo(f"wrote {path}")
+    draw_heat(found, path, ranked=ranked)
+    click.echo(f"wrote {printable(path)}")
 
 
 def main(args: list[str] | None = None) -> None:

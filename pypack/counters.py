@@ -75,6 +75,10 @@ class ExpertStats:
         """What was counted between ``earlier`` and this moment."""
         return ExpertStats(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
+    def plus(self, other: ExpertStats) -> ExpertStats:
+        """What both counted."""
+        return ExpertStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
     def to_dict(self) -> dict[str, int | float]:
         """The counters and what follows from them, as plain numbers."""
         counted: dict[str, int | float] = {f.name: getattr(self, f.name) for f in fields(self)}

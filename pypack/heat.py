@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pypack.errors import UsageError
+from pypack.output_file import refuse_same_file, write_output
+from pypack.printable import printable
 from pypack.trace import Trace
 
-__all__ = ["draw_heat", "use_counts"]
+__all__ = ["draw_heat", "is_picture", "use_counts"]
 
 
 def use_counts(trace: Trace) -> NDArray[np.float64]:
@@ -26,10 +29,11 @@ def use_counts(trace: Trace) -> NDArray[np.float64]:
 def draw_heat(trace: Trace, path: Path, *, ranked: bool = False) -> None:
     """Write a PNG or SVG. ``ranked``: each layer's experts from the most to the least used.
 
-    Raises :class:`UsageError` if matplotlib is missing or the file can't be written.
+    Raises :class:`UsageError` if matplotlib is missing or the file can't be written, is the trace or no picture.
     """
     if path.suffix not in (".png", ".svg"):
         raise UsageError(f"{path}: a heat map is a .png or .svg file")
+    refuse_same_file({"the heat map": path}, {"the trace": trace.path})
     try:
         import matplotlib
     except ImportError as error:
@@ -47,10 +51,17 @@ def draw_heat(trace: Trace, path: Path, *, ranked: bool = False) -> None:
     figure.colorbar(image, label="% of the batches that used the expert")
     axes.set_xlabel("expert, most used first" if ranked else "expert")
     axes.set_ylabel("layer with experts")
-    axes.set_title(f"{Path(trace.path).name}: {n_steps} batches, top {trace.top_k}", fontsize=10)
+    title = f"{printable(Path(trace.path).name)}: {n_steps} batches, top {trace.top_k}"
+    axes.set_title(title, fontsize=10, parse_math=False)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format=path.suffix[1:])
+    pyplot.close(figure)
     try:
-        figure.savefig(path, dpi=120)
+        write_output(path, picture.getvalue(), is_picture, "a picture")
     except OSError as error:
         raise UsageError(f"{path}: the heat map can't be written: {error.strerror}") from error
-    finally:
-        pyplot.close(figure)
+
+
+def is_picture(head: bytes) -> bool:
+    """Whether a file that starts so is a PNG or an SVG."""
+    return head.startswith((b"\x89PNG", b"<?xml", b"<svg"))

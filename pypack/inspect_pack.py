@@ -16,6 +16,7 @@ from pypack.gguf_source import read_model
 from pypack.layout import Layer, payload_bytes, source_bytes
 from pypack.manifest import ModelFacts
 from pypack.pack import PACK_SUFFIX, open_pack
+from pypack.printable import printable
 
 
 class PoolPrediction(msgspec.Struct, frozen=True):
@@ -55,10 +56,10 @@ def describe(path: str | os.PathLike[str], budget: str | None = None) -> Descrip
         source = read_model(path)
         kind, model, layers = "gguf", model_facts(source), tuple(find_layers(source))
     total_bytes = payload_bytes(layers)
-    budget_bytes = None if budget is None else parse_size(budget, total_bytes)
+    budget_bytes = None if budget is None else parse_size(budget, total_bytes, "the budget")
     return Description(
         kind=kind,
-        path=str(path),
+        path=printable(path),
         model=model,
         n_experts=sum(layer.n_expert for layer in layers),
         expert_bytes=source_bytes(layers),

@@ -7,6 +7,7 @@ from pypack.policy_admission import ByBudget, TinyLfu
 from pypack.policy_base import Policy
 from pypack.policy_queues import Arc, S3Fifo, Slru
 from pypack.policy_scores import AgedLfu, FreqAge, FreqThenRecency, Lru, StaticHot
+from pypack.user_values import shown
 
 __all__ = ["DEFAULT_POLICY", "POLICIES", "Policy", "make_policy"]
 
@@ -27,6 +28,6 @@ DEFAULT_POLICY = "by-budget"
 
 def make_policy(name: str) -> Policy:
     """The policy of that name; :class:`UsageError` lists the names if there is none."""
-    if name not in POLICIES:
-        raise UsageError(f"there is no cache policy {name!r}: choose one of {', '.join(sorted(POLICIES))}")
+    if not isinstance(name, str) or name not in POLICIES:
+        raise UsageError(f"there is no cache policy {shown(name)}: choose one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name]()

@@ -27,13 +27,26 @@ from pypack.direct_io import PreadInto, address, aligned_buffer, open_file, prea
 from pypack.errors import PackError, ReadError, UsageError
 from pypack.layout import ALIGNMENT, Layer, align_up
 from pypack.pack import Extent
+from pypack.user_values import check_count, shown
 
-__all__ = ["VERIFY_MODES", "OnDone", "ReadablePack", "Reader", "Verify", "check_count", "check_verify"]
+__all__ = [
+    "READ_SPLITS_MAX",
+    "STAGE_SLOTS_MAX",
+    "VERIFY_MODES",
+    "OnDone",
+    "ReadablePack",
+    "Reader",
+    "Verify",
+    "check_verify",
+]
 
 Verify = Literal["first", "off", "every"]
 VERIFY_MODES: tuple[Verify, ...] = ("first", "off", "every")
 OnDone = Callable[[ReadError | None], None]
+READ_SPLITS_MAX = 1024
+STAGE_SLOTS_MAX = 1024  # each may be a block of page-locked memory
 
+_RETRIES_MAX = 100
 _THREADS_MAX = 16
 _PART_BYTES_MIN = 1 << 20  # below this a part costs more than its parallel read gains
 _BOUNCE_BYTES = 2 << 20
@@ -95,10 +108,10 @@ class Reader:
         counters: Counters | None = None,
         pread: PreadInto = pread_into,
     ) -> None:
-        check_count("read_splits", read_splits, 1)
-        check_count("stage_slots", stage_slots, 1)
-        check_count("retries", retries, 0)
-        check_verify(verify)
+        check_count("read_splits", read_splits, 1, READ_SPLITS_MAX)
+        check_count("stage_slots", stage_slots, 1, STAGE_SLOTS_MAX)
+        check_count("retries", retries, 0, _RETRIES_MAX)
+        check_verify("verify", verify)
         self._pack = pack
         self._layers = tuple(pack.layers)
         self._direct_io = direct_io
@@ -124,8 +137,15 @@ class Reader:
             threading.Thread(target=self._run, name=f"expert-reader-{i}", daemon=True)
             for i in range(min(stage_slots * read_splits, _THREADS_MAX))
         ]
-        for thread in self._threads:
-            thread.start()
+        started: list[threading.Thread] = []
+        try:
+            for thread in self._threads:
+                thread.start()
+                started.append(thread)
+        except BaseException:  # no more threads: those that run, and the files, must not stay
+            self._threads = started
+            self.close()
+            raise
 
     @property
     def fds(self) -> Sequence[int]:
@@ -328,17 +348,10 @@ class Reader:
         return self._pack.files[part[0].file_id]
 
 
-def check_count(name: str, value: int, least: int) -> int:
-    """The value; raises :class:`UsageError` if it is no whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r}")
-    return value
-
-
-def check_verify(value: str) -> None:
+def check_verify(name: str, value: object) -> None:
     """Raises :class:`UsageError` if it is no way to verify."""
     if value not in VERIFY_MODES:
-        raise UsageError(f"verify must be one of {', '.join(VERIFY_MODES)}, not {value!r}")
+        raise UsageError(f"{name} must be one of {', '.join(VERIFY_MODES)}, not {shown(value)}")
 
 
 def _cut(extents: Sequence[Extent], n_parts: int) -> Sequence[_Part]:

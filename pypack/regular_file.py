@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from pathlib import Path
 
 __all__ = ["check_regular", "open_regular"]
 
@@ -39,7 +40,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
 def check_regular(path: str | os.PathLike[str]) -> None:
     """Raises OSError unless the path, links followed, is a regular file."""
-    _check(os.stat(path).st_mode, path)
+    _check(Path(path).stat().st_mode, path)
 
 
 def _check(mode: int, path: str | os.PathLike[str]) -> None:

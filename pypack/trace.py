@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lzma
 import os
 import zlib
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from numpy.typing import NDArray
 from pypack.budget import Pool, plan_pools
 from pypack.errors import TraceError
 from pypack.layout import Layer, payload_bytes
+from pypack.trace_bytes import read_content
+from pypack.trace_check import check_trace
 from pypack.trace_format import (
     END_BYTES,
     RECORD_BYTES,
@@ -82,10 +83,23 @@ class Trace:
             np.concatenate(([0], np.cumsum(sizes[chosen]))), self.ids[np.repeat(chosen, sizes)], self.end,
         )  # fmt: skip
 
-    def recorded_pools(self) -> list[Pool]:
-        """The pools of the run. Raises :class:`TraceError` if the trace does not say."""
-        arenas: dict[int, dict[int, int]] = {}  # arena -> layer -> slots
+    def session_starts(self) -> list[int]:
+        """The first event, and each one at which a server that had slept loaded the model again: it gives a place to a
+        layer that has one. All slots are empty then, and the policy has forgotten everything."""
+        starts, placed = [0], set[int]()
         for i in np.flatnonzero(self.kind == Kind.SLOTS).tolist():
+            layer = int(self.layer[i])
+            if layer in placed:
+                starts.append(i)
+                placed.clear()
+            placed.add(layer)
+        return starts
+
+    def recorded_pools(self, first: int = 0, last: int | None = None) -> list[Pool]:
+        """The pools of the session that has the events first .. last - 1. Raises :class:`TraceError` if the trace does
+        not say."""
+        arenas: dict[int, dict[int, int]] = {}  # arena -> layer -> slots
+        for i in (first + np.flatnonzero(self.kind[first:last] == Kind.SLOTS)).tolist():
             arenas.setdefault(int(self.event(i)[0]), {})[int(self.layer[i])] = int(self.number[i])
         if not arenas:
             raise TraceError(f"{self.path}: no run with a cache wrote this trace, so its pools are not known")
@@ -124,15 +138,14 @@ def read_trace(path: str | os.PathLike[str], *, allow_cut: bool = False) -> Trac
     Raises :class:`TraceError`.
     """
     try:
-        data = Path(path).read_bytes()
-        if Path(path).suffix == ".xz":
-            data = lzma.decompress(data)
-    except OSError as error:
-        raise TraceError(f"{path}: the trace can't be read: {error.strerror}") from error
-    except lzma.LZMAError as error:
-        raise TraceError(f"{path} is not a whole xz file: {error}: copy or record it again") from error
+        return _decode(read_content(path), path, allow_cut)
+    except MemoryError:
+        raise TraceError(f"{path}: there is not enough memory to read the trace: free some") from None
+
+
+def _decode(data: bytes | bytearray, path: str | os.PathLike[str], allow_cut: bool) -> Trace:
     head, size = decode_header(data, path)
-    body = data[size:]
+    body = memoryview(data)[size:]
     found = decode_end(body[-END_BYTES:]) if len(body) >= END_BYTES else None
     if found is None:
         if not allow_cut:
@@ -144,12 +157,12 @@ def read_trace(path: str | os.PathLike[str], *, allow_cut: bool = False) -> Trac
     else:
         crc, n_bytes, end = found
         records = body[:-END_BYTES]
-        if n_bytes != len(records) or zlib.crc32(records) != crc:
+        if n_bytes != len(records) or n_bytes % 2 or zlib.crc32(records) != crc:
             raise TraceError(f"{path} is damaged: {n_bytes} bytes of records with another checksum were written")
     words = np.frombuffer(records, "<u2")
     places, n_words = _find_records(records, path, allow_cut and end is None)
     trace = _split(words[:n_words], places, str(path), head, end if head.policy else None)
-    _check(trace)
+    check_trace(trace)
     return trace
 
 
@@ -160,9 +173,9 @@ def _pool(size: int, layers: list[Layer], n_slots: int, top_k: int, before: list
     return Pool(size, tuple(layer.index for layer in layers), n_experts, first_slot, n_slots, 0, n_per_token)
 
 
-def _find_records(records: bytes, path: object, allow_cut: bool) -> tuple[NDArray[np.int64], int]:
+def _find_records(records: memoryview, path: object, allow_cut: bool) -> tuple[NDArray[np.int64], int]:
     """Where each record starts, and where the last one ends, in words of 2 bytes."""
-    words = memoryview(records).cast("H")
+    words = records.cast("H")
     places: list[int] = []
     at, n_words = 0, len(words)
     while at + _HEAD_WORDS <= n_words:
@@ -194,31 +207,3 @@ def _split(words: NDArray[np.uint16], places: NDArray[np.int64], path: str, head
     if len(kind) and (kind > Kind.READ_FAILED).any():
         raise TraceError(f"{path} is damaged: there is no record of kind {kind.max()}")
     return Trace(path, *head, kind.astype(np.uint8), layer, number(2), number(4), start, ids, end)
-
-
-def _check(trace: Trace) -> None:
-    """What a reader relies on. Raises TraceError."""
-
-    def refuse(what: str) -> None:
-        raise TraceError(f"{trace.path} is damaged: {what}: record the trace again")
-
-    sizes = np.diff(trace.start)
-    if len(sizes) == 0:
-        return
-    if trace.layer.max() >= len(trace.layers):
-        refuse(f"a record names layer {trace.layer.max()} of {len(trace.layers)}")
-    if sizes.min() < 1:
-        refuse("a record has no ids")
-    n_expert = np.array([layer.n_expert for layer in trace.layers])
-    event = np.repeat(np.arange(len(sizes)), sizes)
-    named = trace.kind[event] != Kind.SLOTS
-    if (trace.ids >= n_expert[trace.layer[event]])[named].any():
-        refuse("a record names an expert that its layer does not have")
-    pairs = np.sort((event * np.int64(1 << 16) + trace.ids)[named])
-    if (pairs[1:] == pairs[:-1]).any():
-        refuse("a record names an expert twice")
-    if (trace.number > sizes)[trace.kind == Kind.FETCH].any():
-        refuse("a fetch brings in more experts than it names")
-    n_acquires = int((trace.kind == Kind.ACQUIRE).sum())
-    if trace.end is not None and trace.end.acquires != n_acquires:
-        refuse(f"it holds {n_acquires} acquires of {trace.end.acquires}")

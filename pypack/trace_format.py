@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -30,7 +31,9 @@ MAGIC = b"LXPTRACE"
 VERSION = 1
 RECORD_BYTES = 16  # of a record without its ids
 MAX_LAYERS, MAX_EXPERTS = 0xFFFF, 1 << 16
+MAX_TABLE = 1 << 22  # layers times the most experts of one: the largest models have a fiftieth of that
 NO_LAYER = 0xFFFF
+_POLICY = re.compile(rb"[!-~]*")  # can be printed
 _HEADER = struct.Struct("<8sIIII32sII")
 _LAYER = struct.Struct("<IIQ")
 _RECORD = struct.Struct("<HHIII")
@@ -68,21 +71,31 @@ class TraceEnd(NamedTuple):
 
 def encode_header(layers: Sequence[Layer], top_k: int, policy: str) -> bytes:
     """Raises :class:`TraceError` for a model that a trace can't describe."""
-    if len(layers) > MAX_LAYERS or max(layer.n_expert for layer in layers) > MAX_EXPERTS:
-        raise TraceError(f"a trace holds up to {MAX_LAYERS} layers of up to {MAX_EXPERTS} experts; this model has more")
-    table = b"".join(_LAYER.pack(layer.n_expert, layer.block, layer.block_bytes) for layer in layers)
-    size = _HEADER.size + len(table)
+    n_most = max(layer.n_expert for layer in layers)
+    if len(layers) > MAX_LAYERS or n_most > MAX_EXPERTS or len(layers) * n_most > MAX_TABLE:
+        raise TraceError(
+            f"a trace holds up to {MAX_LAYERS} layers of up to {MAX_EXPERTS} experts, and {MAX_TABLE} in all; "
+            f"this model has {len(layers)} layers of up to {n_most}: run it without a trace"
+        )
 
     def header(crc: int) -> bytes:
         return _HEADER.pack(MAGIC, VERSION, size, len(layers), top_k, policy.encode("ascii"), 0, crc) + table
 
-    return header(zlib.crc32(header(0)))
+    try:
+        table = b"".join(_LAYER.pack(layer.n_expert, layer.block, layer.block_bytes) for layer in layers)
+        size = _HEADER.size + len(table)
+        return header(zlib.crc32(header(0)))
+    except struct.error:
+        raise TraceError(
+            f"a trace holds block numbers and a top-k below 2^32; this model has blocks up to "
+            f"{max(layer.block for layer in layers)} and top-{top_k}: run it without a trace"
+        ) from None
 
 
-def decode_header(data: bytes, path: object) -> tuple[Head, int]:
+def decode_header(data: bytes | bytearray, path: object) -> tuple[Head, int]:
     """The header and its size in bytes. Raises :class:`TraceError`."""
     if len(data) < _HEADER.size or data[: len(MAGIC)] != MAGIC:
-        raise TraceError(f"{path} is not an expert trace: it starts with {data[:8]!r} instead of {MAGIC!r}")
+        raise TraceError(f"{path} is not an expert trace: it starts with {bytes(data[:8])!r} instead of {MAGIC!r}")
     _, version, size, n_layers, top_k, name, zero, crc = _HEADER.unpack_from(data)
     if version != VERSION:
         raise TraceError(f"{path} has trace version {version}, this package reads {VERSION}: record it again")
@@ -99,7 +112,16 @@ def decode_header(data: bytes, path: object) -> tuple[Head, int]:
             raise TraceError(f"{path}: layer {index} has {n_expert} experts of {block_bytes} bytes: record it again")
         layers.append(Layer(index, block, "exps", n_expert, first_key, block_bytes, ()))
         first_key += n_expert
-    return Head(name.rstrip(b"\0").decode("ascii", "replace"), top_k, tuple(layers)), size
+    policy = name.rstrip(b"\0")
+    if not _POLICY.fullmatch(policy):
+        raise TraceError(f"{path}: {policy!r} can't be the name of a cache policy: record the trace again")
+    n_most = max(layer.n_expert for layer in layers)
+    if n_layers * n_most > MAX_TABLE:
+        raise TraceError(
+            f"{path}: {n_layers} layers of up to {n_most} experts are more than the {MAX_TABLE} in all that a trace may "
+            "have: record it again"
+        )
+    return Head(policy.decode("ascii"), top_k, tuple(layers)), size
 
 
 def encode_record(layer: int, kind: Kind, step: int, number: int, ids: Sequence[int] | NDArray[np.int32]) -> bytes:
@@ -112,7 +134,7 @@ def encode_end(records: bytes, end: TraceEnd) -> bytes:
     return _RECORD.pack(NO_LAYER, Kind.END, 0, zlib.crc32(records), len(numbers) // 2) + numbers
 
 
-def decode_end(data: bytes) -> tuple[int, int, TraceEnd] | None:
+def decode_end(data: bytes | memoryview) -> tuple[int, int, TraceEnd] | None:
     """(CRC-32 of the records, their bytes, counters) if these END_BYTES are an end mark."""
     layer, kind, _, crc, n_ids = _RECORD.unpack_from(data)
     if layer != NO_LAYER or kind != Kind.END or n_ids * 2 != _END.size:

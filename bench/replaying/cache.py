@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from bench.replaying.belady import Belady, future_of
 from pypack.budget import Pool
 from pypack.cache import N_NEXT
+from pypack.errors import TraceError
 from pypack.policy_base import Policy
 from pypack.trace import Trace
 from pypack.trace_format import Kind
@@ -69,14 +70,21 @@ class _Pool:
 
 
 class _Cache:
-    def __init__(self, trace: Trace, pools: Sequence[Pool], policy: Policy) -> None:
+    def __init__(self, trace: Trace) -> None:
         self.freq = np.zeros(trace.n_keys, np.int64)
         self.last_use = np.zeros(trace.n_keys, np.int64)
         self.place = np.full(trace.n_keys, -1, np.intp)
         self.counts = Counts()
         self.pool_of_layer: list[_Pool] = [None] * len(trace.layers)  # type: ignore[list-item]
+
+    def load(self, pools: Sequence[Pool], policy: Policy, used: NDArray[np.intp] | None = None) -> None:
+        """All slots are empty. ``used``: the keys that had to do with the cache before."""
+        if used is not None:
+            used = used[used < len(self.place)]  # numbers of arenas are among them
+            self.freq[used] = self.last_use[used] = 0
+            self.place[used] = -1
         for pool in pools:
-            made = _Pool(pool, policy.for_pool(pool, trace.n_keys))
+            made = _Pool(pool, policy.for_pool(pool, len(self.freq)))
             for layer in pool.layers:
                 self.pool_of_layer[layer] = made
 
@@ -149,14 +157,26 @@ class _Cache:
 def replay_as_recorded(trace: Trace, policy: Policy, pools: Sequence[Pool] | None = None) -> Counts:
     """The run again, with its own passes and failed reads: gives the live counters if the policy is the same.
 
-    ``pools``: those of the run.
+    ``pools``: those of the run. Raises :class:`TraceError` if the replay has other experts in its cache than a record says.
     """
-    cache = _Cache(trace, trace.recorded_pools() if pools is None else pools, policy)
+    cache = _Cache(trace)
     keys = trace.keys().astype(np.intp)
+    starts = trace.session_starts()
+    used = keys[:0]
+    for first, last in zip(starts, [*starts[1:], len(trace.kind)], strict=True):
+        cache.load(trace.recorded_pools(first, last) if pools is None else pools, policy, used)
+        _replay_session(trace, cache, keys, first, last)
+        used = keys[trace.start[first] : trace.start[last]]
+    return cache.counts
+
+
+def _replay_session(trace: Trace, cache: _Cache, keys: NDArray[np.intp], first: int, last: int) -> None:
     now = 0
-    failed_early: list[int] = []  # reads that ended before their fetch was recorded
-    for i in range(len(trace.kind)):
+    failed_early: list[tuple[_Pool, int]] = []  # reads that ended before their fetch was recorded
+    for i in range(first, last):
         kind, number = trace.kind[i], int(trace.number[i])
+        if kind == Kind.SLOTS:
+            continue
         pool, wanted = cache.pool_of_layer[trace.layer[i]], keys[trace.start[i] : trace.start[i + 1]]
         if kind == Kind.ACQUIRE:
             now += 1
@@ -165,15 +185,26 @@ def replay_as_recorded(trace: Trace, policy: Policy, pools: Sequence[Pool] | Non
             if len(wanted) <= pool.n_slots and len(missing):
                 cache.fetch(pool, missing, cache.place[wanted[there]], now)
         elif kind == Kind.FETCH:
-            cache.fetch(pool, wanted[:number], cache.place[wanted[number:]], now)
-            for key in failed_early:
-                cache.read_failed(pool, key)
+            kept = cache.place[wanted[number:]]
+            if (cache.place[wanted[:number]] >= 0).any() or (kept < 0).any():
+                raise _contradiction(trace, i)
+            cache.fetch(pool, wanted[:number], kept, now)
+            for owner, key in failed_early:
+                if cache.place[key] < 0:
+                    raise _contradiction(trace, i)
+                cache.read_failed(owner, key)
             failed_early.clear()
         elif kind == Kind.READ_FAILED and cache.place[wanted[0]] < 0:
-            failed_early.append(int(wanted[0]))
+            failed_early.append((pool, int(wanted[0])))
         elif kind == Kind.READ_FAILED:
             cache.read_failed(pool, int(wanted[0]))
-    return cache.counts
+
+
+def _contradiction(trace: Trace, i: int) -> TraceError:
+    return TraceError(
+        f"{trace.path}: in the replay other experts are in the cache than record {i} says: the trace is damaged, or was "
+        "recorded by another version: record it again"
+    )
 
 
 def replay(
@@ -181,7 +212,9 @@ def replay(
 ) -> Counts:
     """The acquires of the trace with other pools or another policy. ``progress``: gets the number of acquires done."""
     trace = trace.only_acquires()
-    run = _Run(trace, _Cache(trace, pools, policy), policy)
+    cache = _Cache(trace)
+    cache.load(pools, policy)
+    run = _Run(trace, cache, policy)
     n_events, i, n_together = len(trace.layer), 0, 1
     while i < n_events:
         end = run.first_miss(i, min(i + n_together, n_events))

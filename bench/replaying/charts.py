@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 __all__ = ["draw_hit_rates"]
@@ -11,7 +11,7 @@ __all__ = ["draw_hit_rates"]
 SHOWN = ("freq-age", "freq-recency", "lru", "s3-fifo", "belady", "belady-bypass")  # beside the default
 
 
-def draw_hit_rates(rows: Sequence[dict[str, Any]], path: Path, *, default: str) -> None:
+def draw_hit_rates(rows: Sequence[dict[str, Any]], *, default: str) -> bytes:
     """An SVG of one trace's rows, as bench.replay makes them: the default policy, which stands out, and SHOWN."""
     import matplotlib
 
@@ -40,5 +40,7 @@ def draw_hit_rates(rows: Sequence[dict[str, Any]], path: Path, *, default: str) 
         axes.set_xlabel("cache, % of all experts")
         axes.set_title(title, fontsize=10)
     figure.legend(*rates.get_legend_handles_labels(), loc="outside right center", fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
+    picture = io.BytesIO()
+    figure.savefig(picture, format="svg", metadata={"Date": None})
     pyplot.close(figure)
+    return picture.getvalue()

@@ -57,11 +57,15 @@ def replay_compiled(trace: Trace, pools: Sequence[Pool], policy: Policy) -> Coun
     needs_future = any(spec.policy >= _TWINS.index(Belady) for spec in specs)
     future = future_of(trace.start, keys) if needs_future else np.zeros(len(keys), np.int64)
     counts = _Counts()
-    _library().replay(
+    done = _library().replay(
         ctypes.c_int64(len(trace.layer)), ctypes.c_int64(trace.n_keys), _at(trace.start),
         _at(pool_of_layer[trace.layer]), _at((trace.number <= trace.top_k).astype(np.uint8)),
         _at(keys), _at(future), _at(pool_of_key), ctypes.c_int64(len(pools)), specs, ctypes.byref(counts),
     )  # fmt: skip
+    if not done:
+        raise ExpertPackError(
+            f"{trace.path}: there is not enough memory to replay {trace.n_keys} experts in {len(pools)} pools: free some"
+        )
     return Counts(*[getattr(counts, name) for name, _ in _Counts._fields_])  # type: ignore[misc]
 
 

@@ -32,7 +32,7 @@ typedef struct {
     int64_t * owner; // [n_slots] key
     int64_t   n_used;
     int64_t   next[N_NEXT], n_next; // slots
-    double *  base; // aged frequency
+    double *  base;                 // aged frequency
     int64_t * seen;
     int64_t   due;
     double    target;
@@ -94,10 +94,13 @@ static int64_t smallest(score * scores, int64_t n_scores, int64_t n) {
 
 // ---- lists
 
-static list new_list(int64_t n_keys) { // the end is key n_keys
-    list made           = {malloc((n_keys + 1) * sizeof(int64_t)), malloc((n_keys + 1) * sizeof(int64_t)), 0};
-    made.before[n_keys] = made.after[n_keys] = n_keys;
-    return made;
+static bool make_list(list * l, int64_t n_keys) { // the end is key n_keys
+    *l = (list){malloc((size_t) (n_keys + 1) * sizeof(int64_t)), malloc((size_t) (n_keys + 1) * sizeof(int64_t)), 0};
+    if (!l->before || !l->after) {
+        return false;
+    }
+    l->before[n_keys] = l->after[n_keys] = n_keys;
+    return true;
 }
 
 static void push(list * l, int64_t n_keys, int64_t key) {
@@ -339,9 +342,7 @@ static void tiny_lfu(run * r, pool * p, int64_t n) {
     }
 }
 
-static bool is_ranking(const pool * p) {
-    return p->spec.policy <= STATIC_HOT || p->spec.policy == BY_BUDGET;
-}
+static bool is_ranking(const pool * p) { return p->spec.policy <= STATIC_HOT || p->spec.policy == BY_BUDGET; }
 
 static void choose(run * r, pool * p, int64_t n, const uint8_t * mine) {
     switch (p->spec.policy) {

@@ -139,16 +139,18 @@ static void miss(run * r, pool * p, const int64_t * keys, int64_t n_keys, int64_
     }
 }
 
-static pool new_pool(pool_spec spec, int64_t n_keys) {
-    pool p  = {.spec = spec, .due = spec.period};
-    p.owner = calloc((size_t) spec.n_slots, sizeof(int64_t));
-    p.base  = calloc((size_t) n_keys, sizeof(double));
-    p.seen  = calloc((size_t) n_keys, sizeof(int64_t));
+// False: there is not enough memory; free_pool() is due all the same.
+static bool make_pool(pool * p, pool_spec spec, int64_t n_keys) {
+    *p       = (pool){.spec = spec, .due = spec.period};
+    p->owner = calloc((size_t) spec.n_slots, sizeof(int64_t));
+    p->base  = calloc((size_t) n_keys, sizeof(double));
+    p->seen  = calloc((size_t) n_keys, sizeof(int64_t));
+    bool ok  = p->owner && p->base && p->seen;
     for (int i = 0; i < 2; i++) {
-        p.ghosts[i] = new_list(n_keys);
-        p.queues[i] = new_list(n_keys);
+        ok = make_list(&p->ghosts[i], n_keys) && ok;
+        ok = make_list(&p->queues[i], n_keys) && ok;
     }
-    return p;
+    return ok;
 }
 
 static void free_pool(pool * p) {
@@ -163,8 +165,33 @@ static void free_pool(pool * p) {
     }
 }
 
+static void replay_events(run * r, int64_t n_events, const int64_t * start, const int32_t * pool_of, const uint8_t * is_decode,
+    const int64_t * keys, const int64_t * future, pool * pools, int64_t * missing, const uint8_t * mine) {
+    for (int64_t event = 0; event < n_events; event++) {
+        int64_t       n_hits = 0;
+        const int64_t n      = start[event + 1] - start[event];
+        r->now               = event + 1;
+        for (int64_t i = start[event]; i < start[event + 1]; i++) {
+            r->freq[keys[i]]++;
+            r->last_use[keys[i]] = r->now;
+            r->next_use[keys[i]] = future[i];
+            n_hits += r->slot[keys[i]] >= 0;
+        }
+        r->out->acquires++;
+        r->out->hits += n_hits;
+        r->out->misses += n - n_hits;
+        r->out->decode_hits += is_decode[event] ? n_hits : 0;
+        r->out->decode_misses += is_decode[event] ? n - n_hits : 0;
+        if (n_hits < n) {
+            const int32_t p = pool_of[event];
+            miss(r, &pools[p], keys + start[event], n, missing, mine + p * r->n_keys);
+        }
+    }
+}
+
 // start: [n_events + 1] into keys and future; future: [n_lookups] number of the next acquire that asks for the key.
-void replay(int64_t n_events, int64_t n_keys, const int64_t * start, const int32_t * pool_of, const uint8_t * is_decode,
+// 0: there is not enough memory.
+int replay(int64_t n_events, int64_t n_keys, const int64_t * start, const int32_t * pool_of, const uint8_t * is_decode,
     const int64_t * keys, const int64_t * future, const int32_t * pool_of_key, int64_t n_pools, const pool_spec * specs,
     counts * out) {
     const size_t n_tables = 10, n_most = (size_t) (3 * n_keys + 1);
@@ -189,39 +216,25 @@ void replay(int64_t n_events, int64_t n_keys, const int64_t * start, const int32
                        .out         = out};
     int64_t *    missing = malloc((size_t) n_keys * sizeof(int64_t));
     uint8_t *    mine    = calloc((size_t) (n_pools * n_keys), 1);
-    pool *       pools   = malloc((size_t) n_pools * sizeof(pool));
+    pool *       pools   = calloc((size_t) n_pools, sizeof(pool));
+    bool         ok      = tables && flags && r.scores && missing && mine && pools;
     memset(out, 0, sizeof(*out));
-    for (int64_t i = 0; i < n_pools; i++) {
-        pools[i] = new_pool(specs[i], n_keys);
-        if (is_ranking(&pools[i])) {
-            prepare(&r, &pools[i], mine);
-        }
+    for (int64_t i = 0; i < n_pools && ok; i++) {
+        ok = make_pool(&pools[i], specs[i], n_keys);
     }
-    for (int64_t key = 0; key < n_keys; key++) {
-        r.slot[key]                           = -1;
-        mine[pool_of_key[key] * n_keys + key] = 1;
-    }
-    for (int64_t event = 0; event < n_events; event++) {
-        int64_t       n_hits = 0;
-        const int64_t n      = start[event + 1] - start[event];
-        r.now                = event + 1;
-        for (int64_t i = start[event]; i < start[event + 1]; i++) {
-            r.freq[keys[i]]++;
-            r.last_use[keys[i]] = r.now;
-            r.next_use[keys[i]] = future[i];
-            n_hits += r.slot[keys[i]] >= 0;
+    if (ok) {
+        for (int64_t i = 0; i < n_pools; i++) {
+            if (is_ranking(&pools[i])) {
+                prepare(&r, &pools[i], mine);
+            }
         }
-        out->acquires++;
-        out->hits += n_hits;
-        out->misses += n - n_hits;
-        out->decode_hits += is_decode[event] ? n_hits : 0;
-        out->decode_misses += is_decode[event] ? n - n_hits : 0;
-        if (n_hits < n) {
-            const int32_t p = pool_of[event];
-            miss(&r, &pools[p], keys + start[event], n, missing, mine + p * n_keys);
+        for (int64_t key = 0; key < n_keys; key++) {
+            r.slot[key]                           = -1;
+            mine[pool_of_key[key] * n_keys + key] = 1;
         }
+        replay_events(&r, n_events, start, pool_of, is_decode, keys, future, pools, missing, mine);
     }
-    for (int64_t i = 0; i < n_pools; i++) {
+    for (int64_t i = 0; i < n_pools && pools; i++) {
         free_pool(&pools[i]);
     }
     free(pools);
@@ -230,4 +243,5 @@ void replay(int64_t n_events, int64_t n_keys, const int64_t * start, const int32
     free(r.scores);
     free(flags);
     free(tables);
+    return ok;
 }

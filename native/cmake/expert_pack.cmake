@@ -20,6 +20,7 @@ expert_pack_sources(ggml-base
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_load.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_read.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_trace.cpp
+    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_trust.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_buffer.cpp)
 set_source_files_properties(${CMAKE_CURRENT_SOURCE_DIR}/src/expert_read.cpp TARGET_DIRECTORY ggml-base
     PROPERTIES INCLUDE_DIRECTORIES "${our_folders};${LLAMA_CPP_DIR}/vendor/hash") # for xxhash

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 // cffi: begin
-#define EXPERT_ABI_VERSION 6
+#define EXPERT_ABI_VERSION 7
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
 #define EXPERT_NEXT_SLOTS 64
@@ -88,9 +88,11 @@ typedef struct expert_tables {
     int32_t        n_reads;     // blocks that native reads at the same time, 1 at least
     int32_t        n_parts;     // that it cuts each of them into at most, 1 at least
     int32_t        is_direct;   // the files are open for direct I/O
+    int32_t        recheck;     // some of the reads whose check is 0 are checked all the same: a drive may begin to lie
 } expert_tables;
 
 typedef struct expert_store expert_store;
+typedef struct expert_trace expert_trace;
 
 // Callbacks return 1 on success, 0 on failure.
 typedef struct expert_provider {
@@ -133,11 +135,15 @@ int expert_store_start(expert_store * store);
 // How many of the described weights the loaded model took from this store.
 int32_t expert_store_n_claimed(const expert_store * store);
 
-// Appends every acquire from now on to the file, which must hold the header of a trace (docs/FORMAT.md); before the
-// model is loaded, or arenas are missing. NULL ends the trace, as expert_store_free() does. 1 on success, else 0 and
-// expert_last_error(): the file can't be opened, or the trace that ends is incomplete. A write that fails in between
+// A trace in an open file, written up to the end of its header (docs/FORMAT.md). The caller closes fd after it frees the
+// trace, which it does after the stores that write it are freed. path: for messages, copied.
+expert_trace * expert_trace_new(int fd, const char * path);
+void           expert_trace_free(expert_trace * trace);
+// Appends every acquire from now on to the trace; before the model is loaded, or arenas are missing. A trace that was
+// ended, by this store or one before, goes on where its end mark was. NULL writes the end mark, as expert_store_free()
+// does. 1 on success, else 0 and expert_last_error(): the trace that ends is incomplete. A write that fails in between
 // is logged once, ends the trace and disturbs no decode.
-int expert_store_trace(expert_store * store, const char * path);
+int expert_store_trace(expert_store * store, expert_trace * trace);
 
 // Copies a block to a slot that is not host memory. Done when it returns 1; 0: the device failed.
 int expert_store_fill(expert_store * store, int32_t slot, const void * bytes, uint64_t n_bytes);

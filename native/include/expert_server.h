@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 // cffi: begin
-// What the flags say. Sizes as written by the user; NULL: not given.
+// What the flags say, as written by the user; NULL or -1: not given.
 typedef struct expert_request {
     const char * model_path; // first file of the model, on this disk
     const char * pack;       // a path, or "auto": beside the model
@@ -28,23 +28,25 @@ typedef struct expert_request {
     const char * stats_file;
     const char * stats_interval; // seconds
     const char * trace;
-    const char * overrides; // patterns of --override-tensor and its kin, one a line
-    int32_t      stage_slots;
-    int32_t      read_splits;
+    const char * child;        // a router started this process: its name for the model; NULL: none did
+    const char * overrides;    // patterns of --override-tensor and its kin, one a line
+    const char * kv_overrides; // integers of --override-kv, key=value, one a line
+    const char * stage_slots;
+    const char * read_splits;
     int32_t      direct_io;
     int32_t      split_by_layer; // 0: split mode row or tensor
-    int32_t      top_k;          // experts of a token that --override-kv asks for, 0: what the model says
+    int32_t      n_gpu_layers;   // negative: all, or no GPU
 } expert_request;
 
 // Strings and arrays belong to the launcher and stay valid until close().
 typedef struct expert_opened {
-    void *          store;         // expert_store *
-    const int64_t * counters;      // [EXPERT_COUNTERS]
-    const char *    info;          // JSON object for /props, set by start()
-    const char *    error;         // one sentence when a callback returned 0
-    uint64_t        fit_bytes_min; // what memory fitting must leave for the cache on a device: at least and
-    uint64_t        fit_bytes_max; // at best
-    uint64_t        cache_bytes;   // of all devices
+    void *          store;        // expert_store *
+    const int64_t * counters;     // [EXPERT_COUNTERS]
+    const char *    info;         // JSON object for /props, set by start()
+    const char *    error;        // one sentence when a callback returned 0
+    uint64_t        cache_max;    // what the cache may take on a device, UINT64_MAX: half of what is free there
+    uint64_t        expert_bytes; // of the layers on GPUs, or of all if there is none: no cache takes more
+    uint64_t        cache_bytes;  // of all devices
     int32_t         n_slots;
 } expert_opened;
 

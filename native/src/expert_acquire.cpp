@@ -169,9 +169,21 @@ static bool hand_out(expert_store * store) {
 
 static void fail_op(expert_store * store, std::unique_lock<std::mutex> & lock) {
     wait_for_reads(store, lock, true); // nobody may write into a slot once the store is given back
+    if (store->trust.take_broken()) {
+        expert_store_drop_unchecked(store);
+    }
     store->op.failed = true;
     store->op.todo.clear();
     store->tables.counters[EXPERT_FAILURES]++;
+}
+
+// A drive that was found to lie may have lied before.
+static bool distrusts(expert_store * store) {
+    if (store->trust.is_broken() && !store->op.failed) {
+        store->error     = store->trust.reason();
+        store->op.failed = true;
+    }
+    return store->op.failed;
 }
 
 static void next_pass(expert_store * store, std::unique_lock<std::mutex> & lock) {
@@ -188,11 +200,8 @@ static void next_pass(expert_store * store, std::unique_lock<std::mutex> & lock)
         }
         if (!op.as_they_come && op.n_in_flight > 0) {
             wait_for_reads(store, lock, true);
-            if (op.failed) {
-                continue;
-            }
         }
-        if (hand_out(store)) {
+        if (!distrusts(store) && hand_out(store)) {
             return;
         }
         wait_for_reads(store, lock, false);

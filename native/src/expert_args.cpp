@@ -17,7 +17,7 @@ std::vector<common_arg> expert_args() {
         common_arg({"--expert-pack"}, "{PATH,auto,none}",
             "take the routed experts from this expert pack; auto: the one beside the model\n"
             "(default: none, stock behaviour; weights are not repacked with a pack)",
-            [](common_params &, const std::string & value) { expert_flags_get().pack = value == "none" ? "" : value; })
+            [](common_params &, const std::string & value) { expert_flags_get().pack = value; })
             .set_env("LLAMA_ARG_EXPERT_PACK"),
         common_arg({"--expert-cache"}, "{SIZE,N%,auto}",
             "memory for experts on each device that computes expert layers: 20GiB, or 60% of what is free after the reserve; "
@@ -30,11 +30,12 @@ std::vector<common_arg> expert_args() {
         common_arg({"--expert-policy"}, "NAME", "policy that chooses which experts leave the cache; a wrong name lists them",
             [](common_params &, const std::string & value) { expert_flags_get().policy = value; })
             .set_env("LLAMA_ARG_EXPERT_POLICY"),
-        common_arg({"--expert-stage-slots"}, "N", "experts that are read at the same time at most (default: 12)",
-            [](common_params &, int value) { expert_flags_get().stage_slots = value; })
+        common_arg({"--expert-stage-slots"}, "N", "experts that are read at the same time at most, 1 to 1024 (default: 12)",
+            [](common_params &, const std::string & value) { expert_flags_get().stage_slots = value; })
             .set_env("LLAMA_ARG_EXPERT_STAGE_SLOTS"),
-        common_arg({"--expert-read-splits"}, "N", "parts that one expert is read in at most, in parallel (default: 64)",
-            [](common_params &, int value) { expert_flags_get().read_splits = value; })
+        common_arg({"--expert-read-splits"}, "N",
+            "parts that one expert is read in at most, in parallel, 1 to 1024 (default: 64)",
+            [](common_params &, const std::string & value) { expert_flags_get().read_splits = value; })
             .set_env("LLAMA_ARG_EXPERT_READ_SPLITS"),
         common_arg({"--expert-direct-io"}, {"--no-expert-direct-io"},
             "read experts past the page cache, with O_DIRECT (default: enabled)",

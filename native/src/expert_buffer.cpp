@@ -214,7 +214,7 @@ ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_b
     if (ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU &&
         !(reg->iface.get_proc_address && reg->iface.get_proc_address(reg, EXPERT_COPY_PROC))) {
         expert_set_last_error("the experts of %s would be computed on %s, a device that takes no expert pack: load the model "
-                              "with n_gpu_layers=0, or split it by layer",
+                              "with n_gpu_layers=0 (--gpu-layers 0), or split it by layer",
             ggml_get_name(meta), ggml_backend_dev_name(dev));
         *error = expert_last_error();
         return nullptr;

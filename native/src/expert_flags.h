@@ -1,20 +1,21 @@
-// What our flags were set to.
+// What our flags were set to, as written by the user; those not given are the launcher's defaults.
 #pragma once
 
+#include <optional>
 #include <string>
 
 struct expert_flags {
-    std::string pack; // "": no pack
-    std::string cache         = "auto";
-    std::string cache_reserve = "1GiB";
-    std::string policy; // "": the launcher's default
-    std::string verify = "first";
-    std::string stats_file;
-    std::string trace;
-    std::string stats_interval = "10";
-    int         stage_slots    = 12;
-    int         read_splits    = 64;
-    bool        direct_io      = true;
+    std::optional<std::string> pack;
+    std::optional<std::string> cache;
+    std::optional<std::string> cache_reserve;
+    std::optional<std::string> policy;
+    std::optional<std::string> verify;
+    std::optional<std::string> stats_file;
+    std::optional<std::string> trace;
+    std::optional<std::string> stats_interval;
+    std::optional<std::string> stage_slots;
+    std::optional<std::string> read_splits;
+    std::optional<bool>        direct_io;
 };
 
 expert_flags & expert_flags_get();

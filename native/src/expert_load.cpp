@@ -94,6 +94,18 @@ void expert_loader::cancel(const std::vector<load> & loads) {
     released.wait(lock, [&] { return std::none_of(loads.begin(), loads.end(), [](const load & l) { return l->started; }); });
 }
 
+// What was read whole.
+static bool is_right(expert_store * store, const expert_load & load, const expert_block & block, const uint8_t * digest) {
+    if (!load.hashed) {
+        return !store->trust.has_changed(block.fd); // changed meanwhile: the provider reads and checks it
+    }
+    const bool right = memcmp(digest, block.digest, sizeof(block.digest)) == 0;
+    if (!right && block.check == 0) {
+        store->trust.lied(block.fd);
+    }
+    return right;
+}
+
 // Under the lock. False if only the provider can read it.
 bool expert_loader::start(const load & load) {
     if (!is_readable(store, *load)) {
@@ -101,13 +113,13 @@ bool expert_loader::start(const load & load) {
     }
     const expert_block & block   = block_of(store, *load);
     const uint64_t       n_bytes = store->layers[load->layer].block_bytes;
-    const bool           hashed  = block.check != 0;
-    expert_read          read;
+    load->hashed                 = store->trust.must_hash(block);
+    expert_read read;
     read.fd         = block.fd;
     read.n_bytes    = n_bytes;
     read.offset     = block.offset;
     read.n_parts    = store->tables.n_parts;
-    read.hashed     = hashed;
+    read.hashed     = load->hashed;
     const auto free = buffers.find(store->layer_dev[load->layer]);
     if (free == buffers.end()) {
         read.dest = expert_store_host_slot(store, load->slot);
@@ -115,9 +127,8 @@ bool expert_loader::start(const load & load) {
         read.dest = load->buffer = free->second.back();
         read.arrived             = [this, load](const char * bytes, uint64_t n) { return pass_on(load, bytes, n); };
     }
-    read.ended = [this, load, &block, n_bytes, hashed](int64_t result, const uint8_t * digest) {
-        const bool whole = result == (int64_t) n_bytes;
-        end(load, result, whole && (!hashed || memcmp(digest, block.digest, sizeof(block.digest)) == 0));
+    read.ended = [this, load, &block, n_bytes](int64_t result, const uint8_t * digest) {
+        end(load, result, result == (int64_t) n_bytes && is_right(store, *load, block, digest));
     };
     if (!read.dest || !store->readers.start(read)) {
         load->buffer = nullptr;
@@ -196,7 +207,7 @@ void expert_loader::finish(const load & load) {
     if (!store->tables.is_direct) {
         expert_count(&counters[EXPERT_FALLBACKS], 1);
     }
-    expert_store_commit(store, load->layer, load->expert, load->slot);
+    expert_store_publish(store, load->layer, load->expert, load->slot, load->hashed);
 }
 
 // Its buffer is free: what waits for one may start.

@@ -23,6 +23,7 @@ struct expert_load {
     const int32_t expert;
     int32_t       slot    = UNKNOWN;
     bool          started = false;
+    bool          hashed  = false;   // its digest is compared
     char *        buffer  = nullptr; // staging memory that it is read into; NULL: the slot itself
 
     // until the slot is known:

@@ -12,8 +12,12 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <mutex>
+#include <numeric>
+#include <optional>
 #include <sstream>
+#include <utility>
 
 static const expert_launcher * launcher = nullptr;
 static std::string             executable;
@@ -49,66 +53,23 @@ static std::string override_patterns(const common_params & params) {
     return patterns;
 }
 
-static int32_t top_k_override(const common_params & params) {
-    static const std::string suffix = ".expert_used_count";
+static std::string integer_overrides(const common_params & params) {
+    std::string lines;
     for (const auto & item : params.kv_overrides) {
-        const std::string key = item.key;
-        if (item.tag == LLAMA_KV_OVERRIDE_TYPE_INT && key.size() > suffix.size() &&
-            key.compare(key.size() - suffix.size(), suffix.size(), suffix) == 0) {
-            return (int32_t) item.val_i64;
+        if (item.tag == LLAMA_KV_OVERRIDE_TYPE_INT && item.key[0]) { // an empty key ends the list
+            lines += std::string(item.key) + "=" + std::to_string(item.val_i64) + "\n";
         }
     }
-    return 0;
+    return lines;
 }
 
-static const char * given(const std::string & text) { return text.empty() ? nullptr : text.c_str(); }
-
-static bool load_failed(const std::string & why) {
-    LOG_ERR("%s\n", why.c_str());
-    load_failure = why;
-    loading      = false;
-    return false;
-}
-
-bool expert_session::open(const common_params & params, llama_model_params & mparams) {
-    load_failure.clear();
-    const expert_flags & flags = expert_flags_get();
-    if (flags.pack.empty() || !launcher) {
-        return true;
+// A router gives each of its models the model's name as its only alias; the parser splits it at commas.
+static std::string aliases(const common_params & params) {
+    std::string names;
+    for (const std::string & alias : params.model_alias) {
+        names += names.empty() ? alias : "," + alias;
     }
-    const std::string overrides = override_patterns(params);
-    expert_request    request   = {};
-    request.model_path          = params.model.path.c_str();
-    request.pack                = flags.pack.c_str();
-    request.cache               = flags.cache.c_str();
-    request.cache_reserve       = flags.cache_reserve.c_str();
-    request.policy              = given(flags.policy);
-    request.verify              = flags.verify.c_str();
-    request.stats_file          = given(flags.stats_file);
-    request.trace               = given(flags.trace);
-    request.overrides           = overrides.c_str();
-    request.stats_interval      = flags.stats_interval.c_str();
-    request.stage_slots         = flags.stage_slots;
-    request.read_splits         = flags.read_splits;
-    request.direct_io           = flags.direct_io;
-    request.split_by_layer      = params.split_mode == LLAMA_SPLIT_MODE_LAYER || params.split_mode == LLAMA_SPLIT_MODE_NONE;
-    request.top_k               = top_k_override(params);
-
-    loading              = true;
-    expert_opened result = {};
-    if (!launcher->open(&request, &result)) {
-        return load_failed(result.error ? result.error : "the expert pack could not be opened");
-    }
-    mparams.use_extra_bufts = false; // repacked weights add up in another order
-    if (mparams.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
-        mparams.load_mode = LLAMA_LOAD_MODE_MLOCK; // locking a mapping would lock the experts in it
-    }
-    std::lock_guard<std::mutex> lock(mutex);
-    opened           = result;
-    n_failures_known = 0;
-    session_open     = true;
-    is_open          = true;
-    return true;
+    return names;
 }
 
 static std::vector<ggml_backend_dev_t> devices_of_type(enum ggml_backend_dev_type type) {
@@ -136,12 +97,119 @@ static std::vector<ggml_backend_dev_t> model_gpus(const common_params & params) 
     return gpus;
 }
 
-// Layers are spread over n devices, and the experts with them.
-static size_t fit_bytes(ggml_backend_dev_t dev, size_t n) {
+static const char * given(const std::optional<std::string> & text) { return text ? text->c_str() : nullptr; }
+
+// "" if all flags have an effect.
+static std::string flags_without_pack(const expert_flags & flags) {
+    const std::pair<bool, const char *> set[] = {
+        {flags.cache.has_value(), "--expert-cache"},
+        {flags.cache_reserve.has_value(), "--expert-cache-reserve"},
+        {flags.policy.has_value(), "--expert-policy"},
+        {flags.stage_slots.has_value(), "--expert-stage-slots"},
+        {flags.read_splits.has_value(), "--expert-read-splits"},
+        {flags.direct_io.has_value(), flags.direct_io.value_or(true) ? "--expert-direct-io" : "--no-expert-direct-io"},
+        {flags.verify.has_value(), "--expert-verify"},
+        {flags.stats_file.has_value(), "--expert-stats-file"},
+        {flags.stats_interval.has_value(), "--expert-stats-interval"},
+        {flags.trace.has_value(), "--expert-trace"},
+    };
+    std::string names;
+    for (const auto & [is_set, name] : set) {
+        names += !is_set ? "" : names.empty() ? name : std::string(", ") + name;
+    }
+    return names;
+}
+
+static bool load_failed(const std::string & why) {
+    LOG_ERR("%s\n", why.c_str());
+    load_failure = why;
+    loading      = false;
+    return false;
+}
+
+// No pack is used: false if that can't be what the user wants.
+static bool open_without_pack(const expert_flags & flags) {
+    const std::string unused = flags_without_pack(flags);
+    if (unused.empty()) {
+        return true;
+    }
+    const std::string why = unused + " would have no effect without an expert pack";
+    // a router passes its own flags on to all its models
+    if (!flags.pack && !getenv("LLAMA_SERVER_ROUTER_PORT")) {
+        return load_failed(
+            why + ": add --expert-pack auto or the path of the pack, or leave out what has no effect "
+                  "(flags, LLAMA_ARG_EXPERT_* variables and config files count; --expert-pack none makes this a warning)");
+    }
+    LOG_WRN("%s\n", why.c_str());
+    return true;
+}
+
+bool expert_session::open(const common_params & params, llama_model_params & mparams) {
+    load_failure.clear();
+    const expert_flags & flags = expert_flags_get();
+    if (!launcher) {
+        return true;
+    }
+    if (!flags.pack || *flags.pack == "none") {
+        return open_without_pack(flags);
+    }
+    const std::string name      = aliases(params);
+    const std::string overrides = override_patterns(params);
+    const std::string integers  = integer_overrides(params);
+    expert_request    request   = {};
+    request.model_path          = params.model.path.c_str();
+    request.pack                = given(flags.pack);
+    request.cache               = given(flags.cache);
+    request.cache_reserve       = given(flags.cache_reserve);
+    request.policy              = given(flags.policy);
+    request.verify              = given(flags.verify);
+    request.stats_file          = given(flags.stats_file);
+    request.trace               = given(flags.trace);
+    request.child               = getenv("LLAMA_SERVER_ROUTER_PORT") ? name.c_str() : nullptr; // as upstream asks
+    request.overrides           = overrides.c_str();
+    request.kv_overrides        = integers.c_str();
+    request.stats_interval      = given(flags.stats_interval);
+    request.stage_slots         = given(flags.stage_slots);
+    request.read_splits         = given(flags.read_splits);
+    request.direct_io           = flags.direct_io ? *flags.direct_io : -1;
+    request.n_gpu_layers        = model_gpus(params).empty() ? -1 : params.n_gpu_layers;
+    request.split_by_layer      = params.split_mode == LLAMA_SPLIT_MODE_LAYER || params.split_mode == LLAMA_SPLIT_MODE_NONE;
+
+    loading              = true;
+    expert_opened result = {};
+    if (!launcher->open(&request, &result)) {
+        return load_failed(result.error ? result.error : "the expert pack could not be opened");
+    }
+    mparams.use_extra_bufts = false; // repacked weights add up in another order
+    if (mparams.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
+        mparams.load_mode = LLAMA_LOAD_MODE_MLOCK; // locking a mapping would lock the experts in it
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    opened           = result;
+    n_failures_known = 0;
+    session_open     = true;
+    is_open          = true;
+    return true;
+}
+
+static size_t free_bytes(ggml_backend_dev_t dev) {
     size_t free  = 0;
     size_t total = 0;
     ggml_backend_dev_memory(dev, &free, &total);
-    return std::max<size_t>(opened.fit_bytes_min, std::min<size_t>(opened.fit_bytes_max / n, free / 2));
+    return free;
+}
+
+// How llama.cpp divides the layers: as the user says, else by what is free.
+static std::vector<double> shares(const common_params & params, const std::vector<ggml_backend_dev_t> & devices) {
+    std::vector<double> given(params.tensor_split, params.tensor_split + devices.size());
+    if (std::accumulate(given.begin(), given.end(), 0.0) <= 0) {
+        std::transform(devices.begin(), devices.end(), given.begin(), free_bytes);
+    }
+    const double sum = std::accumulate(given.begin(), given.end(), 0.0);
+    for (double & share : given) {
+        share = sum > 0 ? share / sum : 0;
+    }
+    return given;
 }
 
 std::vector<size_t> expert_session::fit_target(const common_params & params) const {
@@ -153,8 +221,11 @@ std::vector<size_t> expert_session::fit_target(const common_params & params) con
     if (devices.empty()) { // fitting takes the first target for the host then
         devices = devices_of_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     }
-    for (size_t i = 0; i < std::min(devices.size(), target.size()); i++) {
-        target[i] += fit_bytes(devices[i], devices.size());
+    devices.resize(std::min(devices.size(), target.size()));
+    const std::vector<double> share = shares(params, devices);
+    for (size_t i = 0; i < devices.size(); i++) {
+        const uint64_t allowed = opened.cache_max == UINT64_MAX ? free_bytes(devices[i]) / 2 : opened.cache_max;
+        target[i] += std::min<uint64_t>(allowed, share[i] * (double) opened.expert_bytes);
     }
     return target;
 }

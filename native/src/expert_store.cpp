@@ -137,6 +137,9 @@ expert_store * expert_store_create(const char * model_path, const expert_layer *
         }
     }
 
+    const expert_layer & last = store->layers.back(); // there is one: an empty pack is refused
+    store->trust.watch(tables->blocks, (size_t) last.first_key + last.n_expert, tables->recheck != 0);
+
     forget_loads_that_ended();
     std::lock_guard<std::mutex> lock(registry_mutex);
     for (const expert_store * other : registry) {
@@ -221,19 +224,15 @@ static void forget_all_in_child() {
 [[maybe_unused]] static const int fork_is_watched =
     pthread_atfork([] { registry_mutex.lock(); }, [] { registry_mutex.unlock(); }, forget_all_in_child);
 
-int expert_store_trace(expert_store * store, const char * path) {
+int expert_store_trace(expert_store * store, expert_trace * trace) {
     if (store->gone) { // its buffered records are the parent's
         return 1;
     }
     std::lock_guard<std::mutex> lock(store->mutex);
-    bool                        ok = true;
-    if (store->trace) {
-        ok = expert_trace_end(*store->trace, store->tables.counters);
-        store->trace.reset();
-    }
-    if (path) {
-        store->trace = expert_trace_open(path);
-        ok           = store->trace != nullptr;
+    const bool                  ok = !store->trace || expert_trace_end(*store->trace, store->tables.counters);
+    store->trace                   = trace;
+    if (trace) {
+        expert_trace_begin(*trace);
     }
     return ok;
 }
@@ -263,7 +262,7 @@ static bool is_host(ggml_backend_dev_t dev) { return ggml_backend_dev_type(dev) 
 static bool allocate_host(expert_arena & arena) {
     void * base = mmap(nullptr, arena.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) {
-        expert_set_last_error("the expert cache of %llu bytes can't be allocated in memory: %s; lower the expert cache",
+        expert_set_last_error("the expert cache of %llu bytes can't be allocated in memory: %s; lower expert_cache",
             (unsigned long long) arena.size, strerror(errno));
         return false;
     }
@@ -283,7 +282,7 @@ static bool allocate_device(expert_arena & arena) {
         size_t total = 0;
         ggml_backend_dev_memory(arena.dev, &free, &total);
         expert_set_last_error("the expert cache of %llu MiB can't be allocated on %s, which has %zu of %zu MiB free: lower "
-                              "the expert cache or raise its reserve",
+                              "expert_cache or raise expert_cache_reserve",
             (unsigned long long) (arena.size >> 20), ggml_backend_dev_name(arena.dev), free >> 20, total >> 20);
         return false;
     }
@@ -339,6 +338,7 @@ int expert_store_add_arena(expert_store * store, const char * device, uint64_t n
     for (int32_t i = 0; i < n_slots; i++) {
         store->slot_data.push_back(arena->base + offsets[i]);
         store->slot_arena.push_back(arena.get());
+        store->slot_checked.push_back(0);
     }
     *host = is_host(arena->dev) ? arena->base : nullptr;
     store->arenas.push_back(std::move(arena));
@@ -463,11 +463,30 @@ int expert_store_fill(expert_store * store, int32_t slot, const void * bytes, ui
     return expert_store_write(store, slot, 0, bytes, n_bytes) && expert_store_written(store, slot);
 }
 
-void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot) {
+void expert_store_publish(expert_store * store, int32_t layer, int32_t expert, int32_t slot, bool checked) {
     std::lock_guard<std::mutex> lock(store->mutex);
+    store->slot_checked[slot]                                      = checked;
     store->tables.slot_of[store->layers[layer].first_key + expert] = slot;
     store->tables.counters[EXPERT_LOADS]++;
     read_ended(store, layer, expert);
+}
+
+void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot) {
+    expert_store_publish(store, layer, expert, slot, true);
+}
+
+void expert_store_drop_unchecked(expert_store * store) {
+    const expert_tables & tables = store->tables;
+    for (size_t slot = 0; slot < store->slot_checked.size(); slot++) {
+        const int64_t key = tables.owner[slot];
+        if (key < 0 || tables.slot_of[key] != (int32_t) slot || store->slot_checked[slot]) {
+            continue;
+        }
+        tables.slot_of[key] = tables.place[key] = -1;
+        tables.owner[slot]                      = -1;
+        expert_count(&tables.counters[EXPERT_EVICTIONS], 1);
+        store->slot_arena[slot]->touched = true; // the device's table must not name it
+    }
 }
 
 void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, const char * why) {

@@ -6,6 +6,7 @@
 #include "expert_provider.h"
 #include "expert_read.h"
 #include "expert_trace.h"
+#include "expert_trust.h"
 
 #include "ggml-backend-impl.h"
 
@@ -78,15 +79,17 @@ struct expert_store {
     std::vector<ggml_backend_buffer_t>         staging;
     std::vector<char *>                        slot_data;    // [slot] address in its arena
     std::vector<expert_arena *>                slot_arena;   // [slot]
+    std::vector<char>                          slot_checked; // [slot] the digest of what is in it was compared when it was read
     bool                                       busy = false; // an op holds the store
     expert_op                                  op;
-    std::vector<uint32_t>                      roles_seen;     // [layer] roles computed since the layer was last acquired
-    int64_t                                    now = 0;        // number of the last acquire
-    std::string                                error;          // why the last failed decode failed
-    std::unique_ptr<expert_trace>              trace;          // NULL: nobody wants one
-    bool                                       broken = false; // bytes were handed out wrong: the next op fails
+    std::vector<uint32_t>                      roles_seen;       // [layer] roles computed since the layer was last acquired
+    int64_t                                    now = 0;          // number of the last acquire
+    std::string                                error;            // why the last failed decode failed
+    expert_trace *                             trace  = nullptr; // the provider's; NULL: nobody wants one
+    bool                                       broken = false;   // bytes were handed out wrong: the next op fails
 
     std::atomic<int> n_refs{1}; // the provider, buffers and the load under way keep the store alive
+    expert_trust     trust;
     expert_loader    loader{this};
     expert_read_pool readers; // the last member: its threads use the others
 
@@ -110,6 +113,12 @@ char * expert_store_host_slot(expert_store * store, int32_t slot);
 // waits for all that was started. False if the device failed.
 bool expert_store_write(expert_store * store, int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes);
 bool expert_store_written(expert_store * store, int32_t slot);
+
+// The slot holds the expert's bytes: whoever looks it up may use them.
+void expert_store_publish(expert_store * store, int32_t layer, int32_t expert, int32_t slot, bool checked);
+// All experts leave whose digest was not compared when they were read. With the store taken, its lock held and no read
+// under way.
+void expert_store_drop_unchecked(expert_store * store);
 
 // ---- a whole layer in device memory: begin, then passes over its experts while op.todo is not empty, then give back
 

@@ -10,11 +10,10 @@
 
 #include "ggml-impl.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
-#include <array>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 
 enum record_kind : uint16_t { ACQUIRE = 0, SLOTS = 1, FETCH = 2, READ_FAILED = 3, END = 4 };
@@ -58,12 +57,16 @@ static bool write_all(int fd, const uint8_t * bytes, size_t n) {
     return true;
 }
 
-// A failed write ends the trace, not the decode.
+// Ends the trace, not the decode.
+static void write_failed(expert_trace & trace) {
+    trace.failed = true;
+    GGML_LOG_ERROR("%s: the expert trace can't be written any further: %s; the model runs on without it\n", trace.path.c_str(),
+        strerror(errno));
+}
+
 static void flush(expert_trace & trace) {
     if (!trace.failed && !write_all(trace.fd, trace.buffer.data(), trace.buffer.size())) {
-        trace.failed = true;
-        GGML_LOG_ERROR("%s: the expert trace can't be written any further: %s; the model runs on without it\n",
-            trace.path.c_str(), strerror(errno));
+        write_failed(trace);
     }
     trace.buffer.clear();
 }
@@ -100,22 +103,26 @@ static void put_record(
     }
 }
 
-expert_trace::~expert_trace() {
-    if (fd >= 0) {
-        close(fd);
-    }
-}
-
-std::unique_ptr<expert_trace> expert_trace_open(const char * path) {
-    auto trace  = std::make_unique<expert_trace>();
-    trace->path = path;
-    trace->fd   = open(path, O_WRONLY | O_APPEND | O_CLOEXEC);
-    if (trace->fd < 0) {
-        expert_set_last_error("%s: the expert trace can't be written: %s", path, strerror(errno));
-        return nullptr;
-    }
+expert_trace * expert_trace_new(int fd, const char * path) {
+    auto * trace = new expert_trace();
+    trace->fd    = fd;
+    trace->path  = path;
     trace->buffer.reserve(FLUSH_BYTES + (FLUSH_BYTES >> 2));
     return trace;
+}
+
+void expert_trace_free(expert_trace * trace) { delete trace; }
+
+void expert_trace_begin(expert_trace & trace) {
+    if (trace.end_mark < 0 || trace.failed) {
+        return;
+    }
+    if (ftruncate(trace.fd, trace.end_mark) != 0 || lseek(trace.fd, trace.end_mark, SEEK_SET) < 0) {
+        write_failed(trace);
+    }
+    trace.end_mark   = -1;
+    trace.last_layer = INT32_MAX; // whatever comes is the next batch
+    trace.implied    = false;
 }
 
 void expert_trace_slots(expert_trace & trace, int32_t layer, int32_t arena, int32_t n_slots) {
@@ -145,12 +152,17 @@ void expert_trace_read_failed(expert_trace & trace, int32_t layer, int32_t exper
 
 // The end's 48 bytes: u64 bytes of all records before, u64 each of acquires, hits, misses, evictions, failures.
 bool expert_trace_end(expert_trace & trace, const int64_t * counters) {
-    const uint64_t numbers[] = {trace.n_bytes, (uint64_t) counters[EXPERT_ACQUIRES], (uint64_t) counters[EXPERT_HITS],
-        (uint64_t) counters[EXPERT_MISSES], (uint64_t) counters[EXPERT_EVICTIONS], (uint64_t) counters[EXPERT_FAILURES]};
-    trace.step               = 0;
-    put_head(trace, NO_LAYER, END, trace.crc, (uint32_t) std::size(numbers) * (sizeof(uint64_t) / sizeof(uint16_t)));
-    for (uint64_t number : numbers) {
-        put(trace, number);
+    static const expert_counter order[] = {EXPERT_ACQUIRES, EXPERT_HITS, EXPERT_MISSES, EXPERT_EVICTIONS, EXPERT_FAILURES};
+    flush(trace);
+    trace.end_mark      = lseek(trace.fd, 0, SEEK_CUR);
+    const uint32_t step = trace.step;
+    trace.step          = 0;
+    put_head(trace, NO_LAYER, END, trace.crc, (1 + std::size(order)) * (sizeof(uint64_t) / sizeof(uint16_t)));
+    trace.step = step;
+    put(trace, trace.n_bytes);
+    for (size_t i = 0; i < std::size(order); i++) {
+        trace.counted[i] += (uint64_t) counters[order[i]];
+        put(trace, trace.counted[i]);
     }
     flush(trace);
     if (!trace.failed && fsync(trace.fd) != 0 && errno != EINVAL && errno != EROFS) { // a pipe can't be synced

@@ -4,29 +4,26 @@
 
 #include <stdint.h>
 
-#include <memory>
+#include <array>
 #include <string>
 #include <vector>
 
 struct expert_trace {
-    std::string          path;
-    int                  fd = -1;
-    std::vector<uint8_t> buffer;
-    uint32_t             crc        = 0; // of all records so far
-    uint64_t             n_bytes    = 0; // of all records so far
-    uint32_t             step       = 0;
-    int32_t              last_layer = -1;
-    bool                 implied    = false; // the next fetch is what a reader expects: it needs no record
-    bool                 failed     = false; // a write failed: nothing more is written
-
-    expert_trace()                                 = default;
-    expert_trace(const expert_trace &)             = delete;
-    expert_trace & operator=(const expert_trace &) = delete;
-    ~expert_trace();
+    std::string             path;
+    int                     fd = -1; // the provider's
+    std::vector<uint8_t>    buffer;
+    std::array<uint64_t, 5> counted{};       // as in the end mark, by stores that have ended
+    uint32_t                crc        = 0;  // of all records so far
+    uint64_t                n_bytes    = 0;  // of all records so far
+    int64_t                 end_mark   = -1; // where it is in the file, -1: there is none
+    uint32_t                step       = 0;
+    int32_t                 last_layer = -1;
+    bool                    implied    = false; // the next fetch is what a reader expects: it needs no record
+    bool                    failed     = false; // a write failed: nothing more is written
 };
 
-// Opens a file that holds a header; NULL and expert_last_error() on failure.
-std::unique_ptr<expert_trace> expert_trace_open(const char * path);
+// A store begins to write: over the end mark of the one before, if there is one.
+void expert_trace_begin(expert_trace & trace);
 // A layer may use n_slots slots, in the arena of that number.
 void expert_trace_slots(expert_trace & trace, int32_t layer, int32_t arena, int32_t n_slots);
 // n_rows: pairs of token and expert. n_slots: of the layer.
@@ -36,5 +33,5 @@ void expert_trace_acquire(
 void expert_trace_fetch(expert_trace & trace, int32_t layer, const std::vector<int32_t> & experts, size_t n_missing);
 // The read of an expert failed: its slot is free again.
 void expert_trace_read_failed(expert_trace & trace, int32_t layer, int32_t expert);
-// Writes the end mark with the store's counters. False and expert_last_error() if the trace is incomplete.
+// Writes the end mark with the counters of all stores so far. False and expert_last_error() if the trace is incomplete.
 bool expert_trace_end(expert_trace & trace, const int64_t * counters);

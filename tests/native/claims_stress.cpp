@@ -49,6 +49,9 @@ struct tables {
     std::vector<expert_block> blocks    = std::vector<expert_block>(N_LAYERS * N_EXPERT);
 
     expert_store * make(int file) {
+        for (expert_block & block : blocks) {
+            block.fd = -1;
+        }
         const expert_tables   shared   = {slot_of.data(), numbers.data(), numbers.data(), counters.data(), slot_of.data(),
                 numbers.data(), per_layer.data(), per_layer.data(), slot_of.data(), blocks.data(), 1, 1, 0};
         const auto            no_arena = [](void *, const char *, uint64_t, const int32_t *, int32_t) { return 0; };

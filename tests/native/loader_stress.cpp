@@ -189,7 +189,9 @@ static void run_store(uint32_t seed, fake_device ** devices) {
     for (size_t l = 0; l < layers.size(); l++) {
         b.store->layer_dev[l] = &devices[SHAPES[l].device]->dev;
     }
-    check(expert_store_trace(b.store, "/dev/null") && expert_store_start(b.store), "no start: %s", expert_last_error());
+    const int      trace_fd = open("/dev/null", O_WRONLY);
+    expert_trace * trace    = expert_trace_new(trace_fd, "/dev/null");
+    check(expert_store_trace(b.store, trace) && expert_store_start(b.store), "no start: %s", expert_last_error());
     b.store->readers.polling = chance(20);
 
     bool freed_at_once = false;
@@ -213,6 +215,8 @@ static void run_store(uint32_t seed, fake_device ** devices) {
     }
     begin_step("seed %u, end", seed);
     expert_store_free(b.store);
+    expert_trace_free(trace);
+    close(trace_fd);
     n_native += b.expected[EXPERT_FALLBACKS];
     n_by_provider += b.expected[EXPERT_LOADS] - b.expected[EXPERT_FALLBACKS];
 }

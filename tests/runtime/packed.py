@@ -40,7 +40,9 @@ def upstream_model(name: str, folder: Path) -> Path:
 
 
 def load(path: Path, **options: Any) -> Llama:
-    return Llama(str(path), **{"expert_pack": True, "expert_cache_reserve": 0, **SMALL, **options})
+    if options.setdefault("expert_pack", True) not in (None, False):
+        options.setdefault("expert_cache_reserve", 0)
+    return Llama(str(path), **{**SMALL, **options})
 
 
 @contextmanager

@@ -144,6 +144,27 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     )
 
 
+def test_a_child_keeps_no_file_locked(tmp_path: Path) -> None:
+    """The parent closes, and opens again with the same files, while the child lives on."""
+    run(
+        """
+end, parent_is_done = os.pipe()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(100)
+    os.close(parent_is_done)
+    os.read(end, 1)
+    os._exit(0)
+llm.close()
+llm = load(path, expert_trace=trace, expert_stats_path=stats_path)
+evaluate(llm, [20])
+os.close(parent_is_done)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+""",
+        tmp_path,
+    )
+
+
 def test_several_threads(tmp_path: Path) -> None:
     """OpenMP keeps its threads between two computations; a child has none of them."""
     run(

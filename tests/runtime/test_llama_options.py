@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import pickle
 import sys
 import time
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ from tests.models import REFUSED_TYPES, TINY, VARIANTS, write_refused
 from tests.runtime.packed import SMALL, bits, evaluate, load, loaded, variant
 
 BATCHES = [20, 1, 1]
+USED = "qwen3moe.expert_used_count"
 
 
 def one_line(error: BaseException) -> str:
@@ -128,28 +133,134 @@ def test_a_budget_below_the_working_set_names_the_least(name: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"expert_cache": "much"}, UsageError, "'much' is not a size"),
+        ({"expert_cache": "much"}, UsageError, "expert_cache must be a size"),
+        ({"expert_cache": "9" * 5000}, UsageError, "expert_cache is '9999"),
+        ({"expert_cache": 10**5000}, UsageError, "out of range"),
         ({"expert_cache": "120%"}, UsageError, "more than 100%"),
-        ({"expert_cache_reserve": -1}, UsageError, "-1"),
-        ({"expert_cache_reserve": "900TiB"}, BudgetError, "lower the reserve"),
-        ({"expert_read_splits": 0}, UsageError, "read_splits must be a whole number of at least 1, not 0"),
-        ({"expert_stage_slots": 2.5}, UsageError, "stage_slots"),
-        ({"expert_verify": "always"}, UsageError, "verify must be one of first, off, every, not 'always'"),
+        ({"expert_cache": 1024}, BudgetError, "expert_cache comes to 1 KiB"),
+        ({"expert_cache_reserve": -1}, UsageError, "expert_cache_reserve is -1"),
+        ({"expert_cache_reserve": "900TiB"}, BudgetError, "expert_cache_reserve keeps 900 TiB of that"),
+        ({"expert_read_splits": 0}, UsageError, "expert_read_splits must be a whole number from 1 to 1024, not 0"),
+        ({"expert_read_splits": 2**31}, UsageError, "from 1 to 1024, not 2147483648"),
+        ({"expert_read_splits": 10**5000}, UsageError, "from 1 to 1024, not 0x"),
+        ({"expert_stage_slots": 2**31}, UsageError, "expert_stage_slots must be a whole number from 1 to 1024"),
+        ({"expert_stage_slots": 1025}, UsageError, "from 1 to 1024, not 1025"),
+        ({"expert_stage_slots": 2.5}, UsageError, "expert_stage_slots"),
+        ({"expert_direct_io": "no"}, UsageError, "expert_direct_io must be True or False, not 'no'"),
+        ({"expert_verify": "always"}, UsageError, "expert_verify must be one of first, off, every, not 'always'"),
+        ({"expert_verify": ["off"]}, UsageError, "expert_verify must be one of first, off, every"),
+        ({"expert_policy": ["lru"]}, UsageError, "there is no cache policy ['lru']"),
+        ({"expert_pack": ""}, UsageError, "expert_pack must be the path of a file, not ''"),
+        ({"expert_pack": "a\0b"}, UsageError, r"expert_pack must be the path of a file, not 'a\x00b'"),
+        ({"expert_pack": 5}, UsageError, "expert_pack must be the path of a file, not 5"),
+        ({"expert_trace": ""}, UsageError, "expert_trace must be the path of a file, not ''"),
+        ({"expert_trace": "a\0b"}, UsageError, "expert_trace must be the path"),
+        ({"expert_trace": "/nowhere/x.trace"}, UsageError, "/nowhere/x.trace: the expert trace can't be written"),
+        ({"expert_stats_path": "a\0b"}, UsageError, "expert_stats_path must be the path"),
+        ({"kv_overrides": {USED: 2**40}}, UsageError, f"the override of {USED} must be a whole number from 1 to 5"),
+        ({"kv_overrides": {USED: 0}}, UsageError, "from 1 to 5, not 0"),
+        ({"kv_overrides": {USED: "four"}}, UsageError, "from 1 to 5, not 'four'"),
+        ({"kv_overrides": {USED: float("nan")}}, UsageError, "from 1 to 5, not nan"),
         ({"split_mode": 2}, UsageError, "can't be used with a split_mode of rows"),
         ({"split_mode": 3}, UsageError, "can't be used with a split_mode of rows"),
         ({"expert_policy": "random"}, UsageError, "random"),
         ({"expert_stats_path": "/nowhere/stats.json"}, UsageError, "/nowhere/stats.json"),
         ({"expert_stats_path": "stats", "expert_stats_interval": 0}, UsageError, "interval"),
-        ({"expert_pack": None, "expert_stats_path": "stats"}, UsageError, "without expert_pack"),
     ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_wrong_options(options: dict[str, Any], error: type[ExpertPackError], text: str, tmp_path: Path) -> None:
     path = variant("type-Q4_K", tmp_path)
-    with pytest.raises(error) as caught:
-        load(path, **options)
-    assert text in one_line(caught.value)
+    with loaded(path) as llm:  # what the process keeps for all models is there then
+        evaluate(llm, [2])
+    for _ in range(2):
+        with nothing_stays(), pytest.raises(error) as caught:
+            load(path, **options)
+        assert text in one_line(caught.value) and len(one_line(caught.value)) < 500
     with loaded(path) as llm:  # nothing stays behind that would refuse the next one
         evaluate(llm, [2])
+
+
+def descriptors() -> list[str]:
+    """What the process has open, by name."""
+    links = (file for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
+    return sorted(name for file in links if "/proc/" not in (name := os.path.realpath(file)))
+
+
+def threads() -> set[str]:
+    """The process's threads, native ones too."""
+    return {task.name for task in Path("/proc/self/task").iterdir()}
+
+
+@contextmanager
+def nothing_stays() -> Iterator[None]:
+    """Descriptors and threads are those before."""
+    open_before, threads_before = descriptors(), threads()
+    yield
+    end = time.monotonic() + 30
+    while threads() - threads_before and time.monotonic() < end:
+        time.sleep(0.01)  # one that was joined is still listed for a moment
+    assert not threads() - threads_before
+    assert descriptors() == open_before
+
+
+def test_a_model_that_can_not_be_loaded_leaves_nothing(tmp_path: Path) -> None:
+    """llama.cpp refuses the context (a quantized V cache needs flash attention) when pack and model are open."""
+    path = variant("type-Q4_K", tmp_path)
+    with loaded(path) as llm:
+        evaluate(llm, [2])
+    for _ in range(2):
+        with nothing_stays(), pytest.raises(ValueError, match="Failed to create llama_context"):
+            load(path, type_v=8, expert_trace=tmp_path / "x.trace", expert_stats_path=tmp_path / "stats.json")
+
+
+@pytest.mark.parametrize("step", ["make_policy", "_describe_blocks", "encode_header", "ExpertCache.add_arena"])
+def test_a_provider_that_fails_midway_leaves_nothing(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    with loaded(path) as llm:
+        evaluate(llm, [2])
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with nothing_stays(), monkeypatch.context() as patch:
+        patch.setattr(f"bridge.provider.{step}", fail)
+        with pytest.raises((MemoryError, NativeError)):
+            load(path, expert_trace=tmp_path / "x.trace")
+    with loaded(path) as llm:
+        evaluate(llm, [2])
+
+
+WITHOUT_PACK: list[tuple[dict[str, Any], str]] = [
+    ({"expert_cache": "1GiB"}, "expert_cache"),
+    ({"expert_policy": "no-such-policy", "expert_cache": 1}, "expert_cache, expert_policy"),
+    ({"expert_cache_reserve": 0}, "expert_cache_reserve"),
+    ({"expert_direct_io": False}, "expert_direct_io"),
+    ({"expert_read_splits": 1}, "expert_read_splits"),
+    ({"expert_stage_slots": 1}, "expert_stage_slots"),
+    ({"expert_verify": "off"}, "expert_verify"),
+    ({"expert_trace": "x.trace"}, "expert_trace"),
+    ({"expert_stats_path": "stats"}, "expert_stats_path"),
+    ({"expert_stats_interval": 1.0}, "expert_stats_interval"),
+]
+
+
+@pytest.mark.parametrize(("options", "names"), WITHOUT_PACK, ids=[names for _, names in WITHOUT_PACK])
+@pytest.mark.parametrize("off", [None, False])
+def test_options_without_a_pack_are_refused(
+    off: bool | None, options: dict[str, Any], names: str, tmp_path: Path
+) -> None:
+    path = VARIANTS["type-Q4_K"](tmp_path)
+    with pytest.raises(UsageError) as caught:
+        Llama(path, expert_pack=off, **SMALL, **options)
+    assert one_line(caught.value).startswith(f"{names} would have no effect without expert_pack: ")
+
+
+def test_every_option_is_among_those() -> None:
+    known = {name for name in inspect.signature(Llama.__init__).parameters if name.startswith("expert_")}
+    assert known - {"expert_pack"} == {name for options, _ in WITHOUT_PACK for name in options}
 
 
 def test_kv_overrides_change_the_working_set(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from bench.replaying.cache import replay_as_recorded
+from bridge.outputs import TraceFile, path_of_child
 from pypack.errors import DecodeError, TraceError, UsageError
-from pypack.pack import find_pack, open_pack
+from pypack.pack import find_pack, manifest_path, open_pack
 from pypack.policy import POLICIES
 from pypack.trace import read_trace
 from pypack.trace_format import Kind
@@ -90,15 +93,105 @@ def test_a_path_that_cannot_be_written_is_refused_at_load(tmp_path: Path) -> Non
     for _ in range(2):  # the refused load leaves nothing registered
         with pytest.raises(UsageError, match=r"folder.trace: the expert trace can't be written: No such file"):
             load(path, expert_trace=missing)
-    with pytest.raises(UsageError, match="nothing to record without expert_pack"):
+    with pytest.raises(UsageError, match="expert_trace would have no effect without expert_pack"):
         load(path, expert_pack=None, expert_trace=tmp_path / "x.trace")
 
 
 def test_a_full_disk_at_load_is_refused(tmp_path: Path) -> None:
-    link = tmp_path / "full.trace"
-    link.symlink_to("/dev/full")
-    with pytest.raises(UsageError, match=r"full.trace: the expert trace can't be written: No space left"):
-        load(variant("two-groups", tmp_path), expert_trace=link)
+    code = """
+import resource, sys
+from pypack.errors import UsageError
+from tests.runtime.packed import load
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # less than the header
+try:
+    load(sys.argv[1], expert_trace=sys.argv[2])
+except UsageError as error:
+    print(error)
+"""
+    run = run_python(code, variant("two-groups", tmp_path), tmp_path / "full.trace")
+    assert "full.trace: the expert trace can't be written: File too large; give a file" in run.stdout, run.stderr
+
+
+@pytest.mark.timeout(60)
+def test_a_trace_is_a_regular_file(tmp_path: Path) -> None:
+    path = variant("two-groups", tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("/dev/full")
+    for name, what in (("fifo", "it is a FIFO"), ("link", "it is a character device"), (".", "Is a directory")):
+        with pytest.raises(UsageError, match=f": the expert trace can't be written: {what}"):
+            load(path, expert_trace=tmp_path / name)
+
+
+def test_only_traces_are_written_over_and_one_run_at_a_time(tmp_path: Path) -> None:
+    path = variant("two-groups", tmp_path)
+    other, trace = tmp_path / "notes.txt", tmp_path / "x.trace"
+    other.write_text("precious")
+    with pytest.raises(UsageError, match=r"notes.txt: .*something else than an expert trace, which would be lost"):
+        load(path, expert_trace=other)
+    assert other.read_text() == "precious"
+    for n_tokens in (5, 1):  # the second one is shorter
+        with loaded(path, expert_trace=trace) as llm:
+            evaluate(llm, [n_tokens])
+            copy = tmp_path / "copy.gguf"
+            shutil.copy(path, copy)
+            with pytest.raises(UsageError, match=r"x.trace: .*it is being written by another run"):
+                load(copy, expert_pack=find_pack(path), expert_trace=trace)
+        assert read_trace(trace).number[-1] == 2 * n_tokens
+
+
+@pytest.mark.parametrize("option", ["expert_trace", "expert_stats_path"])
+def test_the_model_and_its_pack_are_never_written_over(option: str, tmp_path: Path) -> None:
+    path = variant("split-by-tensor", tmp_path)
+    shard = path.with_name(path.name.replace("00001-of", "00002-of"))
+    pack = find_pack(path)
+    files = [path, shard, pack, manifest_path(pack)]
+    names = ["the model", f"shard {shard.name} of the model", "the pack", "the pack's manifest"]
+    before = [file.read_bytes() for file in files]
+    for i, (file, name) in enumerate(zip(files, names, strict=True)):
+        (tmp_path / f"{i}.soft").symlink_to(file)
+        (tmp_path / f"{i}.hard").hardlink_to(file)
+        for given in (file, tmp_path / f"{i}.soft", tmp_path / f"{i}.hard"):
+            with pytest.raises(UsageError, match=f"{option} is the same file as {name}: give it a file of its own"):
+                load(path, **{option: given})
+    assert [file.read_bytes() for file in files] == before
+    for given, message in (("", "is an empty path"), ("a\0b", "holds a zero byte"), (7, "must be a path")):
+        with pytest.raises(UsageError, match=f"{option} .*{message}"):
+            load(path, **{option: given})
+
+
+def test_where_the_models_of_a_router_write(tmp_path: Path) -> None:
+    for path, child, expected in (
+        ("run.trace", None, "run.trace"),
+        ("a.b/run.trace", "org/x:Q4", "a.b/run.org%2Fx%3AQ4.trace"),
+        ("run", "..", "run..."),
+        ("/dev/null", "x", "/dev/null"),
+        (str(tmp_path), "x", str(tmp_path)),
+    ):
+        assert path_of_child(path, child) == expected
+
+
+def test_a_trace_goes_on_with_the_same_model_only(tmp_path: Path) -> None:
+    trace = TraceFile(str(tmp_path / "x.trace"))
+    first = trace.begin(b"LXPTRACE, one")
+    assert trace.begin(b"LXPTRACE, one") == first
+    with pytest.raises(UsageError, match="was begun with another model or policy"):
+        trace.begin(b"LXPTRACE, two")
+    trace.close()
+    trace.close()
+    assert (tmp_path / "x.trace").read_bytes() == b"LXPTRACE, one"
+
+
+def test_trace_and_statistics_in_one_file(tmp_path: Path) -> None:
+    path = variant("two-groups", tmp_path)
+    with pytest.raises(UsageError, match="x: expert_stats_path is the same file as expert_trace"):
+        load(path, expert_trace=tmp_path / "x", expert_stats_path=tmp_path / "." / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_impossible_top_k(tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    with pytest.raises(TraceError, match="top-1099511627776: run it without a trace"):
+        load(path, expert_trace=tmp_path / "x", kv_overrides={"qwen3moe.expert_used_count": 1 << 40})
 
 
 def test_a_write_that_fails_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:

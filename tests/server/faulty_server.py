@@ -1,7 +1,7 @@
 """llama-server with a disk that breaks on command: python -m tests.server.faulty_server FAULT_FILE [arguments].
 
 FAULT_FILE says what reads do from now on: "" or no file: read; "fail": EIO; "slow N": wait N seconds first. "open N":
-the opening of the pack waits.
+the opening of the pack waits; "no-direct-io" at the start: files can't be opened with O_DIRECT.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 import bridge.provider
 import bridge.server_session
+import pypack.direct_io
 from bridge.server import main
 from pypack.direct_io import pread_into
+from pypack.errors import ReadError
 from pypack.pack import Pack
 from pypack.reader import Reader
 from tests.server.faults import waiting_file
@@ -55,6 +57,14 @@ def only_the_provider(pack: Pack, fds: Sequence[int], check: int) -> NDArray[np.
     return describe_blocks(pack, [-1] * len(fds), check)
 
 
+def open_directly(path: Path, flags: int) -> int:
+    if flags & os.O_DIRECT and fault_file.exists() and fault_file.read_text() == "no-direct-io":
+        raise ReadError(f"{path}: cannot be opened", errno.EINVAL)
+    return open_usually(path, flags)
+
+
+open_usually = pypack.direct_io._open
+pypack.direct_io._open = open_directly
 bridge.provider.Reader = partial(Reader, pread=pread)  # type: ignore[assignment, misc]
 bridge.provider._describe_blocks = only_the_provider
 bridge.server_session.open_checked = open_checked

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.server.serving import SMALL, run_to_end, serving
+from bridge.server_session import with_flags
+from llama_expert_pack import Llama
+from tests.server.serving import SMALL, faulty, launch, run_to_end, serving
 
 FLAGS = (
     "pack", "cache", "cache-reserve", "policy", "stage-slots", "read-splits", "direct-io", "verify", "stats-file",
     "stats-interval", "trace",
 )  # fmt: skip
+USED = "qwen3moe.expert_used_count"
 
 
 def test_help_has_our_section_in_upstreams_format() -> None:
@@ -59,6 +66,7 @@ def test_without_a_pack_it_is_stock(tmp_path: Path, model: Path) -> None:
         assert "expert_pack" not in server.get("/props")
         assert "expert" not in server.get("/metrics")
         server.text("hello")
+        assert "--expert-cache would have no effect without an expert pack" in server.log  # a warning
 
 
 REFUSED = [
@@ -66,33 +74,113 @@ REFUSED = [
     (["--n-cpu-moe", "1"], "blk.0.ffn_gate_exps.weight, which comes from the expert pack: drop that flag"),
     (["-ot", r"blk\.2\.ffn_up_exps=CPU"], "blk.2.ffn_up_exps.weight, which comes from the expert pack: drop that flag"),
     (["--split-mode", "row"], "drop --split-mode, or drop --expert-pack"),
-    (["--expert-cache", "much"], "'much' is not a size"),
+    (["--expert-cache", "much"], "--expert-cache must be a size"),
+    (["--expert-cache", ""], "--expert-cache must be a size"),
+    (["--expert-cache", "9" * 5000], "--expert-cache is '9999"),
+    (["--expert-cache", "1KiB"], "--expert-cache comes to 1 KiB"),
     (["--expert-cache", "4KiB"], "the expert cache on CPU is too small"),
-    (["--expert-cache-reserve", "900TiB"], "are reserved"),
+    (["--expert-cache-reserve", "900TiB"], "--expert-cache-reserve keeps 900 TiB of that"),
+    (["--expert-cache-reserve", "some"], "--expert-cache-reserve must be a size"),
     (["--expert-pack", "missing.expert-pack"], "missing.expert-pack"),
+    (["--expert-pack", ""], "--expert-pack must be the path of a file, not ''"),
+    (["--expert-trace", ""], "--expert-trace must be the path of a file, not ''"),
+    (["--expert-stats-file", ""], "--expert-stats-file must be the path of a file, not ''"),
+    (["--expert-policy", ""], "there is no cache policy ''"),
     (["--expert-stats-file", "/nowhere/stats.json"], "/nowhere/stats.json: the statistics file cannot be written"),
-    (["--expert-verify", "maybe"], "verify must be one of first, off, every, not 'maybe'"),
+    (["--expert-trace", "/nowhere/x.trace"], "/nowhere/x.trace: the expert trace can't be written: No such file"),
+    (["--expert-trace", "{fifo}"], "fifo: the expert trace can't be written: it is a FIFO, not a regular file"),
+    (["--expert-trace", "{tmp}/x", "--expert-stats-file", "{tmp}/x"], "is the same file as --expert-trace"),
+    (["--expert-trace", "{model}"], "a.gguf: --expert-trace is the same file as the model"),
+    (
+        ["--expert-stats-file", "{link}"],
+        "link: --expert-stats-file is the same file as the pack: give it a file of its own",
+    ),
+    (["--expert-verify", "maybe"], "--expert-verify must be one of first, off, every, not 'maybe'"),
     (["--expert-policy", "fifo"], "there is no cache policy 'fifo': choose one of"),
-    (["--expert-stage-slots", "0"], "stage_slots must be a whole number of at least 1, not 0"),
-    (["--expert-read-splits", "0"], "read_splits must be a whole number of at least 1, not 0"),
+    (["--expert-stage-slots", "0"], "--expert-stage-slots must be a whole number from 1 to 1024, not 0"),
+    (["--expert-stage-slots", "x"], "--expert-stage-slots must be a whole number from 1 to 1024, not 'x'"),
+    (
+        ["--expert-stage-slots", "12 or so"],
+        "--expert-stage-slots must be a whole number from 1 to 1024, not '12 or so'",
+    ),
+    (["--expert-stage-slots", "2147483648"], "--expert-stage-slots must be a whole number from 1 to 1024"),
+    (["--expert-read-splits", "9" * 5000], "--expert-read-splits must be a whole number from 1 to 1024, not '9999"),
+    (["--expert-read-splits", ""], "--expert-read-splits must be a whole number from 1 to 1024, not ''"),
+    (["--override-kv", f"{USED}=int:{2**40}"], f"the override of {USED} must be a whole number from 1 to 16"),
+    (["--override-kv", f"{USED}=int:0"], f"the override of {USED} must be a whole number from 1 to 16, not 0"),
     (
         ["--expert-stats-file", "{tmp}/stats.json", "--expert-stats-interval", "-1"],
         "a number of seconds above 0, not -1",
     ),
     (
         ["--expert-stats-file", "{tmp}/stats.json", "--expert-stats-interval", "1m"],
-        "a number of seconds above 0, not '1m'",
+        "--expert-stats-interval must be a number of seconds above 0, not '1m'",
     ),
 ]
 
 
-@pytest.mark.parametrize(("flags", "message"), REFUSED, ids=[" ".join(flags) for flags, _ in REFUSED])
+@pytest.mark.parametrize(("flags", "message"), REFUSED, ids=[" ".join(flags)[:60] for flags, _ in REFUSED])
 def test_refused_with_a_sentence(tmp_path: Path, model: Path, flags: list[str], message: str) -> None:
-    flags = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(model.with_suffix(".expert-pack"))
+    places = {"tmp": tmp_path, "fifo": tmp_path / "fifo", "model": model, "link": tmp_path / "link"}
+    flags = [re.sub(r"{(\w+)}", lambda match: str(places[match[1]]), flag) for flag in flags]
     run = run_to_end(["-m", str(model), "--expert-pack", "auto", "--port", "0", *SMALL, *flags])
     assert run.returncode == 1
-    assert message in run.stdout + run.stderr
+    said = next(line for line in (run.stdout + run.stderr).splitlines() if message in line)
+    assert not re.search(r"\bexpert_[a-z]", said.replace("expert_used_count", ""))
     assert "Traceback" not in run.stderr
+
+
+def test_messages_name_flags_where_python_names_keywords() -> None:
+    keywords = {name for name in inspect.signature(Llama.__init__).parameters if name.startswith("expert_")}
+    assert {with_flags(f"lower {keyword}") for keyword in keywords} == {f"lower --expert-{flag}" for flag in FLAGS}
+    for message, said in {
+        "or turn direct I/O off with expert_direct_io=False": "or turn direct I/O off with --no-expert-direct-io",
+        "raise expert_cache or lower expert_cache_reserve:": "raise --expert-cache or lower --expert-cache-reserve:",
+        "expert_cache, expert_trace.": "--expert-cache, --expert-trace.",
+        "/expert_cache/a expert_pack.gguf my_expert_cache expert_cacher expert_trace/b": "",
+    }.items():
+        assert with_flags(message) == (said or message)
+
+
+def test_no_direct_io_names_the_flag(tmp_path: Path, model: Path) -> None:
+    """The trial read at the start fails as on a file system without O_DIRECT."""
+    fault = tmp_path / "fault"
+    fault.write_text("no-direct-io")
+    server = launch(tmp_path, ["-m", str(model), "--expert-pack", "auto", *SMALL], faulty(fault))
+    assert server.process.wait(60) == 1
+    assert "turn direct I/O off with --no-expert-direct-io" in server.log
+
+
+UNUSED = {
+    "cache": "much", "cache-reserve": "0", "policy": "no-such-policy", "stage-slots": "x", "read-splits": "0",
+    "verify": "maybe", "stats-file": "s.json", "stats-interval": "1m", "trace": "x.trace",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        *[([f"--expert-{flag}", value], f"--expert-{flag}") for flag, value in UNUSED.items()],
+        (["--no-expert-direct-io"], "--no-expert-direct-io"),
+        (["--expert-trace", "x", "--expert-cache", "1GiB"], "--expert-cache, --expert-trace"),
+    ],
+)
+def test_flags_without_a_pack_are_refused(model: Path, flags: list[str], names: str) -> None:
+    run = run_to_end(["-m", str(model), "--port", "0", *SMALL, *flags])
+    assert run.returncode == 1
+    assert f"{names} would have no effect without an expert pack: add --expert-pack auto" in run.stdout + run.stderr
+
+
+def test_variables_without_a_pack_are_refused(model: Path) -> None:
+    def refused(**variables: str) -> str:
+        run = run_to_end(["-m", str(model), "--port", "0", *SMALL], variables)
+        assert run.returncode == 1
+        return run.stdout + run.stderr
+
+    assert "--expert-cache would have no effect without an expert pack" in refused(LLAMA_ARG_EXPERT_CACHE="1GiB")
+    assert "--expert-pack must be the path of a file, not ''" in refused(LLAMA_ARG_EXPERT_PACK="")
 
 
 def test_another_models_pack(models: Path) -> None:
@@ -109,6 +197,17 @@ def test_no_pack_beside_the_model(models: Path) -> None:
     assert "make it with `expert-pack convert" in run.stdout + run.stderr
 
 
-def test_override_of_other_tensors_is_allowed(tmp_path: Path, model: Path, quarter: list[str]) -> None:
-    with serving(tmp_path, model, *quarter, "-ot", "attn_q=CPU") as server:
+def test_a_pack_whose_name_is_no_text(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    for suffix in (".expert-pack", ".expert-pack.manifest.json"):
+        shutil.copy(model.with_suffix(suffix), folder)
+    with serving(tmp_path, model, *quarter, "--expert-pack", str(folder / "a.expert-pack")) as server:
+        assert server.get("/props")["expert_pack"]["path"] == f"{tmp_path}/\\xff/a.expert-pack"
+        server.text("hello")
+
+
+def test_other_overrides_are_allowed(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    other = "other.expert_used_count=int:1000"
+    with serving(tmp_path, model, *quarter, "-ot", "attn_q=CPU", "--override-kv", other) as server:
         server.text("hello")

@@ -41,13 +41,19 @@ def test_sizes(size: str | int | float, n_bytes: int) -> None:
 
 
 WRONG: list[Any] = ["", "GiB", "lots", "-1", "1e9", "5XB", "1.2.3G", "101%", "٣GiB", "nan", "9EiB", "9e99"]
-WRONG += [0.25, -1, 1 << 63, float("nan"), float("inf"), True, None, "99999999999999999999TiB"]
+WRONG += [0.25, -1, 1 << 63, float("nan"), float("inf"), True, None, "99999999999999999999TiB", [], -(10**400)]
+WRONG += ["7" * 5000, "0" * 5000 + "." + "7" * 5000 + "%%", "7" * 5000 + ".5GiB", "7" * 5000 + "%", 10**5000]
 
 
-@pytest.mark.parametrize("size", WRONG)
+@pytest.mark.parametrize("size", WRONG, ids=range(len(WRONG)))
 def test_wrong_sizes(size: Any) -> None:
-    with pytest.raises(UsageError):
-        parse_size(size, 1000)
+    with pytest.raises(UsageError, match=r"^expert_cache ") as caught:
+        parse_size(size, 1000, "expert_cache")
+    assert len(str(caught.value)) < 200
+
+
+def test_leading_zeros_are_a_number() -> None:
+    assert parse_size("0" * 5000 + "7", 0) == 7
 
 
 def test_auto_takes_all_experts_or_half_of_what_is_free() -> None:
@@ -59,25 +65,52 @@ def test_auto_takes_all_experts_or_half_of_what_is_free() -> None:
     assert cache_budget("3MiB", layers, free_bytes=25 * MIB, reserve_bytes=0) == 3 * MIB
 
 
+def too_small(budget: int, free: int | None, reserve: int = 0) -> str:
+    with pytest.raises(BudgetError) as caught:
+        plan_pools(make_layers([(64, 3 * MIB), (4, 5 * MIB)]), budget, 6, "CPU", free_bytes=free, reserve_bytes=reserve)
+    return str(caught.value)
+
+
 def test_too_small_names_everything() -> None:
     layers = make_layers([(64, 3 * MIB), (4, 5 * MIB)])
     least = 6 * 3 * MIB + 4 * 5 * MIB
-    with pytest.raises(BudgetError) as caught:
-        plan_pools(layers, 100 * MIB, 6, "CPU", free_bytes=40 * MIB, reserve_bytes=MIB * 5 // 2)
-    message = str(caught.value)
-    for part in (
-        "CPU",
-        "100.0 MiB were requested",
-        "40.0 MiB are free",
-        "2.5 MiB are reserved",
-        "38.0 MiB",
-        str(least),
-    ):
-        assert part in message
+    assert too_small(100 * MIB, 40 * MIB, MIB * 5 // 2) == (
+        "the expert cache on CPU is too small: expert_cache comes to 100 MiB, 40 MiB are free and expert_cache_reserve "
+        f"keeps 2621440 bytes (2.5 MiB) of that, but one working set of top-6 experts needs at least {least} bytes: "
+        "lower expert_cache_reserve"
+    )
     plan = plan_pools(layers, least, 6)
     assert [pool.n_slots for pool in plan.pools] == [6, 4]
     with pytest.raises(BudgetError):
         plan_pools(layers, least - 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("budget", "free", "reserve", "says"),
+    [
+        (0, 300 * MIB, GIB, "comes to 0 bytes, 300 MiB are free and expert_cache_reserve keeps 1 GiB of that"),
+        (1024, 300 * MIB, 0, "comes to 1 KiB, 300 MiB are free"),
+        (1025, 300 * MIB, 0, "comes to 1025 bytes (1.0 KiB)"),
+        (300 * MIB, 300 * MIB + 1, 300 * MIB, "314572801 bytes (300.0 MiB) are free"),
+    ],
+)
+def test_sizes_are_said_exactly(budget: int, free: int, reserve: int, says: str) -> None:
+    assert says in too_small(budget, free, reserve)
+
+
+@pytest.mark.parametrize(
+    ("budget", "free", "reserve", "advice"),
+    [
+        (0, 300 * MIB, GIB, ": lower expert_cache_reserve"),
+        (1024, 300 * MIB, 0, ": raise expert_cache"),
+        (1024, 300 * MIB, 300 * MIB, ": lower expert_cache_reserve and raise expert_cache"),
+        (100 * MIB, 20 * MIB, 0, ": make more memory free"),
+        (0, GIB, 0, ": raise expert_cache"),
+        (1024, None, 0, ": raise the budget"),
+    ],
+)
+def test_too_small_says_what_to_do(budget: int, free: int | None, reserve: int, advice: str) -> None:
+    assert too_small(budget, free, reserve).endswith(advice)
 
 
 def test_free_memory_limits_the_budget() -> None:

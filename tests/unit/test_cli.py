@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import lzma
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from bench.replay import STORED
 from pypack import __version__
 from pypack.cli import cli
 from pypack.convert import convert
@@ -101,6 +104,59 @@ def test_error_is_one_line(tmp_path: Path) -> None:
         assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_paths_that_no_file_can_have(path: str) -> None:
+    """Every argument and option that is a path."""
+    n_paths = 0
+    for name, command in cli.commands.items():
+        for parameter in command.params:
+            if isinstance(parameter.type, click.Path):
+                given = [path] if isinstance(parameter, click.Argument) else ["x", parameter.opts[0], path]
+                result = run(name, *given)
+                assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+                assert "it must be the path of a file, not" in result.stderr
+                n_paths += 1
+    assert n_paths == 7
+
+
+@pytest.mark.parametrize("path", [".", "..", "/"])
+def test_heat_of_a_folder(path: str) -> None:
+    result = run("heat", path)
+    assert (result.exit_code, result.stderr) == (1, f"error: {path}: the trace can't be read: Is a directory\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError("without a number"), "error: input/output: without a number\n"),
+        (FileNotFoundError(2, "No such file", "gone"), "error: gone: No such file\n"),
+        (OSError(5, "Input/output error", "\x1b[2J\n"), "error: \\x1b[2J\\n: Input/output error\n"),
+    ],
+)
+def test_any_oserror_is_one_line(error: OSError, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("pypack.cli.verify", fails)
+    result = run("verify", "x")
+    assert (result.exit_code, result.stderr) == (1, sentence)
+
+
+def test_heat_never_writes_over_its_trace_and_prints_plain_text(tmp_path: Path) -> None:
+    trace = tmp_path / "t.svg"
+    content = lzma.decompress((STORED / "sample.trace.xz").read_bytes())
+    trace.write_bytes(content)
+    for args in ([trace], [trace, "--out", trace]):
+        result = run("heat", *args)
+        assert result.exit_code == 1 and "is the same file as the trace" in result.stderr
+    assert trace.read_bytes() == content
+    other = tmp_path / "\x1b[2J\udcff.trace"
+    trace.rename(other)
+    result = run("heat", other)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == f"wrote {tmp_path}/\\x1b[2J\\udcff.svg\n"
+
+
 def test_installed_as_a_module(model: Path) -> None:
     """A real process: no traceback, exit code 1."""
     done = subprocess.run([sys.executable, "-m", "pypack.cli", "verify", str(model)], capture_output=True, text=True)
@@ -152,11 +208,35 @@ def test_inspect_with_budget(model: Path) -> None:
     assert "8 of 8 experts of 32768 bytes (100 %, 2 layers)" in run("inspect", model, "--budget", "1GiB").stdout
 
 
-@pytest.mark.parametrize(("budget", "sentence"), [("1", "is too small"), ("lots", "is not a size")])
+@pytest.mark.parametrize(
+    ("budget", "sentence"), [("1", "is too small"), ("lots", "the budget must be a size"), ("9" * 5000, "out of range")]
+)
 def test_inspect_with_wrong_budget(budget: str, sentence: str, model: Path) -> None:
     result = run("inspect", model, "--budget", budget)
     assert result.exit_code == 1
-    assert sentence in result.stderr
+    assert sentence in result.stderr and len(result.stderr) < 200
+
+
+def test_names_that_are_no_text(model: Path, tmp_path: Path) -> None:
+    """In a real process, whose output is strict UTF-8."""
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    model = model.rename(folder / "model.gguf")
+    pack = model.with_suffix(".expert-pack")
+
+    def stdout(*args: object) -> str:
+        command = [sys.executable, "-m", "pypack.cli", *map(os.fsencode, map(str, args))]
+        environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+        done = subprocess.run(command, capture_output=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode()
+
+    shown = f"{tmp_path}/\\xff/model"
+    assert json.loads(stdout("inspect", model, "--json"))["path"] == f"{shown}.gguf"
+    assert stdout("inspect", model).startswith(f"{shown}.gguf: model of")
+    for _ in range(2):
+        assert stdout("convert", model).startswith(f"{shown}.expert-pack is ")
+    assert stdout("verify", pack).startswith(f"{shown}.expert-pack is valid")
 
 
 def test_inspect_dense_model(tmp_path: Path) -> None:

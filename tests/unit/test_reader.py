@@ -322,6 +322,8 @@ def test_a_file_system_without_direct_io_needs_the_option(tmp_path: Path) -> Non
         {"stage_slots": 1.5},
         {"retries": -1},
         {"read_splits": True},
+        {"read_splits": 2**31},
+        {"stage_slots": 1025},
         {"verify": "always"},
     ],
     ids=repr,
@@ -330,6 +332,23 @@ def test_wrong_options(tmp_path: Path, options: dict[str, Any]) -> None:
     pack = FakePack(tmp_path / "pack", 1, 4096)
     with pytest.raises(UsageError, match=next(iter(options))):
         Reader(pack, **options)
+
+
+def test_a_reader_that_gets_no_more_threads_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = FakePack(tmp_path / "pack", 1, 4096)
+    n_threads, n_files = threading.active_count(), n_open_files()
+    start, started = threading.Thread.start, []
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Reader(pack)
+    assert (threading.active_count(), n_open_files()) == (n_threads, n_files)
 
 
 def test_wrong_destinations_and_experts(tmp_path: Path) -> None:

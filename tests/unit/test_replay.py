@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.replay import STORED, check_live
+from bench.replay import STORED, check_live, main, ranking, replay_all
 from bench.replaying.belady import Belady, BeladyBypass
 from bench.replaying.cache import replay, replay_as_recorded
 from bench.replaying.native import has_twin, replay_compiled
@@ -139,3 +140,51 @@ def brute_force(acquires: list[list[int]], n_slots: int, *, bypass: bool) -> int
                     after[state] = max(after.get(state, 0), hits + len(held & wanted))
         best = after
     return max(best.values())
+
+
+def test_what_the_replay_writes_and_prints(tmp_path: Path) -> None:
+    """Names of traces are shown as text; a trace in the folder is never written over."""
+    trace = tmp_path / "\x1b[2J.trace.xz"
+    trace.write_bytes((STORED / "sample.trace.xz").read_bytes())
+    arguments = [str(trace), "--policy", "lru", "--budgets", "25%", "--out", str(tmp_path / "out")]
+    for _ in range(2):  # over its own results
+        done = CliRunner().invoke(main, arguments)
+        assert done.exit_code == 0, done.output
+        assert "### \\x1b[2J\n" in done.output and "\x1b" not in done.output
+    for name in ("results.jsonl", "\x1b[2J.svg"):
+        path = tmp_path / "out" / name
+        before = path.read_bytes()
+        path.write_bytes(b"LXPTRACE")
+        done = CliRunner().invoke(main, arguments)
+        assert done.exit_code == 1 and "it holds something else than" in done.output
+        assert path.read_bytes() == b"LXPTRACE"
+        path.write_bytes(before)
+
+
+def test_a_trace_without_acquires(tmp_path: Path) -> None:
+    trace = make_trace([(4, 4096)], [])
+    rows = replay_all(trace, "none", "given", ["lru", "belady-bypass"], ["50%"])
+    assert [row["acquires"] for row in rows] == [0, 0]
+    assert "| lru | 0.000 |" in ranking(rows)
+
+
+def test_a_new_session_starts_with_an_empty_cache() -> None:
+    """The second time, everything is missing again, and slots are as many as were given then."""
+    slots, acquire = Kind.SLOTS, Kind.ACQUIRE
+    events = [
+        (slots, 2, 0),
+        (acquire, 1, 1),
+        (acquire, 1, 1),
+        (slots, 1, 0),
+        (acquire, 1, 1),
+        (acquire, 1, 2),
+        (acquire, 1, 1),
+    ]
+    trace = replace(
+        make_trace([(4, 4096)], [(0, [id]) for _, _, id in events], top_k=1),
+        kind=np.array([kind for kind, _, _ in events], np.uint8),
+        number=np.array([number for _, number, _ in events], np.int64),
+    )
+    for policy in POLICIES.values():
+        counts = replay_as_recorded(trace, policy())
+        assert (counts.acquires, counts.hits, counts.misses, counts.evictions) == (5, 1, 4, 2)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import lzma
+import os
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from pypack.errors import TraceError, UsageError
 from pypack.heat import draw_heat, use_counts
 from pypack.layout import Layer
 from pypack.trace import Trace, read_trace
+from pypack.trace_bytes import MEMORY_FACTOR
 from pypack.trace_format import END_BYTES, Kind, TraceEnd, decode_header, encode_end, encode_header, encode_record
 
 LAYERS = (Layer(0, 0, "exps", 4, 0, 4096, ()), Layer(1, 3, "exps", 3, 4, 8192, ()))
@@ -78,6 +81,25 @@ def with_records(records: bytes, n_acquires: int = 3) -> bytes:
     return HEADER + records + encode_end(records, END._replace(acquires=n_acquires))
 
 
+def encode_header_of(n_layers: int, n_most: int) -> bytes:
+    """As no writer makes it: one layer has n_most experts, the others have one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pypack.trace_format.MAX_TABLE", 1 << 40)
+        sizes = [n_most] + [1] * (n_layers - 1)
+        return encode_header([Layer(i, i, "exps", n, 0, 4096, ()) for i, n in enumerate(sizes)], 2, "lru")
+
+
+def counted(records: bytes) -> bytes:
+    """The trace with an end mark that counts right."""
+    bare = HEADER + records
+    n_acquires = n_ids = at = 0
+    while at < len(records):
+        _, kind, _, _, n = struct.unpack_from("<HHIII", records, at)
+        n_acquires, n_ids = n_acquires + (kind == Kind.ACQUIRE), n_ids + n * (kind == Kind.ACQUIRE)
+        at += 16 + 2 * n
+    return bare + encode_end(records, TraceEnd(n_acquires, 0, n_ids, 0, 0))
+
+
 BAD = {
     "no trace": (b"GGUF" + TRACE[4:], "is not an expert trace"),
     "empty": (b"", "is not an expert trace"),
@@ -99,6 +121,21 @@ BAD = {
     "acquires": (with_records(RECORDS, 4), "3 acquires of 4"),
     "too long": (with_records(struct.pack("<HHIII", 0, 0, 0, 1, 1 << 30)), "longer than the trace"),
     "no layers": (encode_header(LAYERS, 0, "lru"), "record it again"),
+    "odd": (with_records(RECORDS + b"x"), "is damaged"),
+    "escapes": (encode_header(LAYERS, 2, "\x1b[2J") + TRACE[96:], r"b'\\x1b\[2J' can't be the name of a cache policy"),
+    "pairs": (with_records(encode_record(0, Kind.ACQUIRE, 0, 1, [1, 2])), "more experts than pairs"),
+    "several failed": (with_records(encode_record(0, Kind.READ_FAILED, 0, 0, [1, 2])), "has one id has several"),
+    "several arenas": (with_records(encode_record(0, Kind.SLOTS, 0, 2, [1, 2])), "has one id has several"),
+    "hits": (HEADER + RECORDS + encode_end(RECORDS, END._replace(hits=2)), "name 7 experts, but hits and misses are 8"),
+    "no slots yet": (counted(RECORDS[36:56] + RECORDS), "uses slots of a layer that has none"),
+    "slots of one layer": (counted(RECORDS[:18] + RECORDS[36:]), "uses slots of a layer that has none"),
+    "no slots since it woke": (counted(RECORDS + RECORDS[:18] + RECORDS[56:]), "uses slots of a layer"),
+    "too many slots": (counted(encode_record(0, Kind.SLOTS, 0, 5, [0])), "a pool of 4 experts has 5 to 5 slots"),
+    "zero slots": (counted(encode_record(0, Kind.SLOTS, 0, 0, [0])), "a pool of 4 experts has 0 to 0 slots"),
+    "2^32 slots": (counted(encode_record(0, Kind.SLOTS, 0, 0xFFFFFFFF, [0])), "a pool of 4 experts has 4294967295"),
+    "fetch into few slots": (counted(RECORDS[:36] + encode_record(0, Kind.FETCH, 0, 1, [0, 1, 2])), "more slots than"),
+    "huge": (encode_header_of(65535, 65536), "65535 layers of up to 65536 experts are more than the 4194304"),
+    "huge, uneven": (encode_header_of(65535, 300), "more than the 4194304"),
 }
 
 
@@ -131,6 +168,62 @@ def test_compressed_traces(tmp_path: Path) -> None:
         read_trace(path)
 
 
+def test_compressed_to_nearly_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams one after another are one file: 64 MiB of right records that take next to no room, often."""
+    records = RECORDS[36:56] * 200_000
+    path = tmp_path / "x.trace.xz"
+    path.write_bytes(lzma.compress(HEADER + records, preset=0) + lzma.compress(records, preset=0) * 64)
+    tracemalloc.start()
+    with pytest.raises(TraceError, match=r"x.trace.xz holds more than the \d+ MiB that can be read here"):
+        read_trace(path, allow_cut=True)
+    assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("suffix", ["", ".xz"])
+def test_more_than_there_is_memory_for(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pypack.trace_bytes.host_memory_free", lambda: 1 << 20)
+    path = tmp_path / f"x.trace{suffix}"
+    data = HEADER + RECORDS * 1000
+    path.write_bytes(lzma.compress(data) if suffix else data)
+    with pytest.raises(TraceError, match=r"x.trace.* holds more than the 0 MiB that can be read here"):
+        read_trace(path, allow_cut=True)
+
+
+def test_what_reading_takes(tmp_path: Path) -> None:
+    """As much as the limit counts with, for records of few ids and of many."""
+    wide = (Layer(0, 0, "exps", 4096, 0, 4096, ()),)
+    for layers, record in ((LAYERS, RECORDS[56:78]), (wide, encode_record(0, Kind.ACQUIRE, 0, 4096, range(4096)))):
+        records = record * ((4 << 20) // len(record))
+        path = written(tmp_path, encode_header(layers, 2, "lru") + records)
+        tracemalloc.start()
+        trace = read_trace(path, allow_cut=True)
+        use_counts(trace)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < MEMORY_FACTOR * path.stat().st_size
+
+
+@pytest.mark.timeout(30)
+def test_a_fifo_or_a_folder_is_no_trace(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.trace")
+    with pytest.raises(TraceError, match=r"x.trace: the trace can't be read: it is a FIFO, not a regular file"):
+        read_trace(tmp_path / "x.trace")
+    with pytest.raises(TraceError, match="the trace can't be read: Is a directory"):
+        read_trace(tmp_path)
+
+
+def test_sessions_of_a_server_that_slept(tmp_path: Path) -> None:
+    woken = encode_record(1, Kind.SLOTS, 0, 3, [0]) + encode_record(0, Kind.SLOTS, 0, 4, [0])
+    records = RECORDS + woken + RECORDS[36:56]
+    trace = read_trace(written(tmp_path, counted(records)))
+    assert trace.session_starts() == [0, 8]
+    assert [pool.n_slots for pool in trace.recorded_pools(0, 8)] == [2, 2]
+    assert [(pool.layers, pool.n_slots) for pool in trace.recorded_pools(8, 11)] == [((1,), 3), ((0,), 4)]
+    trace.save(tmp_path / "again.trace")
+    assert (tmp_path / "again.trace").read_bytes() == counted(records)
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"no.trace: the trace can't be read: No such file"):
         read_trace(tmp_path / "no.trace")
@@ -139,6 +232,12 @@ def test_a_missing_file(tmp_path: Path) -> None:
 def test_models_that_do_not_fit_into_a_trace() -> None:
     with pytest.raises(TraceError, match="up to 65536 experts"):
         encode_header([LAYERS[0], Layer(1, 1, "exps", 65537, 4, 4096, ())], 2, "lru")
+    with pytest.raises(TraceError, match="300 layers of up to 65536"):
+        encode_header([Layer(i, i, "exps", 65536, 0, 4096, ()) for i in range(300)], 2, "lru")
+    with pytest.raises(TraceError, match="top-1099511627776: run it without a trace"):
+        encode_header(LAYERS, 2**40, "lru")
+    with pytest.raises(TraceError, match="blocks up to 4294967296"):
+        encode_header([Layer(0, 2**32, "exps", 4, 0, 4096, ())], 2, "lru")
     assert decode_header(HEADER, "x")[1] == len(HEADER) == 96
 
 
@@ -168,3 +267,42 @@ def test_heat_counts_and_pictures(tmp_path: Path) -> None:
         draw_heat(trace, tmp_path / "heat.txt")
     with pytest.raises(UsageError, match="can't be written: No such file"):
         draw_heat(trace, tmp_path / "no" / "heat.svg")
+    draw_heat(trace, tmp_path / "heat.svg")  # over a picture
+
+
+@pytest.mark.timeout(60)
+def test_a_picture_never_replaces_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.svg"
+    path.write_bytes(TRACE)
+    (tmp_path / "link.svg").symlink_to("t.svg")
+    (tmp_path / "hard.svg").hardlink_to(path)
+    (tmp_path / "other.svg").write_bytes(TRACE)
+    os.mkfifo(tmp_path / "fifo.svg")
+    trace = read_trace(path)
+    for name in ("t", "link", "hard"):
+        with pytest.raises(UsageError, match=f"{name}.svg: the heat map is the same file as the trace"):
+            draw_heat(trace, tmp_path / f"{name}.svg")
+    with pytest.raises(UsageError, match=r"other.svg: .*something else than a picture, which would be lost"):
+        draw_heat(trace, tmp_path / "other.svg")
+    with pytest.raises(UsageError, match=r"fifo.svg: .*it is a FIFO"):
+        draw_heat(trace, tmp_path / "fifo.svg")
+    assert path.read_bytes() == (tmp_path / "other.svg").read_bytes() == TRACE
+
+
+def test_the_name_of_a_trace_is_only_text(tmp_path: Path) -> None:
+    path = tmp_path / "a\x1b]0;$\\frac$.trace"
+    path.write_bytes(TRACE)
+    draw_heat(read_trace(path), tmp_path / "heat.svg")
+    assert b"\x1b" not in (tmp_path / "heat.svg").read_bytes()
+
+
+def test_more_pools_than_a_replay_has_tables_for(tmp_path: Path) -> None:
+    """By sizes of blocks, and by devices."""
+    message = r"x.trace has 4000 pools and 24000 experts: more than 16777216 pairs"
+    many = [Layer(i, i, "exps", 6, 0, 4096 * (i + 1), ()) for i in range(4000)]
+    with pytest.raises(TraceError, match=message):
+        read_trace(written(tmp_path, encode_header(many, 2, "lru")), allow_cut=True)
+    alike = [Layer(i, i, "exps", 6, 0, 4096, ()) for i in range(4000)]
+    slots = b"".join(encode_record(i, Kind.SLOTS, 0, 2, [i]) for i in range(4000))
+    with pytest.raises(TraceError, match=message):
+        read_trace(written(tmp_path, encode_header(alike, 2, "lru") + slots), allow_cut=True)

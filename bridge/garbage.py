@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -31,3 +32,15 @@ def held_back() -> Iterator[None]:
             _n_inside -= 1
             if _n_inside == 0 and _was_enabled:
                 gc.enable()
+
+
+def _forget() -> None:
+    """In a forked child: the threads inside are the parent's."""
+    global _lock, _n_inside
+    _lock = threading.Lock()
+    if _n_inside > 0 and _was_enabled:
+        gc.enable()
+    _n_inside = 0
+
+
+os.register_at_fork(after_in_child=_forget)

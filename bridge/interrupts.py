@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found] # what signal wraps: conversions to enums took 20 us a decode
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 _SIGNALS = tuple(
     map(int, (signal.SIGALRM, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT))
 )
+_put_aside: dict[int, Callable[[int, Any], Any]] = {}  # handlers, while the main thread is in a block
 
 
 @contextlib.contextmanager
@@ -34,11 +36,22 @@ def held_back() -> Iterator[None]:
         for number in _SIGNALS:
             handler = _signal.getsignal(number)
             if callable(handler):
-                handlers[number] = handler
+                handlers[number] = _put_aside[number] = handler
                 _signal.signal(number, keep)
         yield
     finally:
         for number, handler in handlers.items():
             _signal.signal(number, handler)
+        _put_aside.clear()
         for number, frame in came:
             handlers[number](number, frame)
+
+
+def _forget() -> None:
+    """In a child that another thread forked: it is in no block."""
+    for number, handler in _put_aside.items():
+        _signal.signal(number, handler)
+    _put_aside.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

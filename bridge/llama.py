@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
-from bridge import garbage, interrupts, library
+from bridge import garbage, interrupts, library, openmp  # noqa: F401 (openmp acts at forks)
 from bridge.model_pack import open_checked, working_set
 from pypack.counters import ExpertStats
 from pypack.errors import DecodeError, UsageError
@@ -29,6 +29,8 @@ _KNOWN = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"s
 
 
 _open: WeakSet[Llama] = WeakSet()
+_has_loaded = False
+_forked_after_a_load = False
 
 
 @atexit.register
@@ -36,6 +38,18 @@ def _close_all() -> None:
     """Later, when Python frees what is left, daemon threads no longer run, and close() would wait for them forever."""
     for llm in list(_open):
         llm.close()
+
+
+def _forget_all() -> None:
+    """In a forked child: no thread of the parent's runs here, and what it reads and writes is none of the child's."""
+    global _forked_after_a_load
+    _forked_after_a_load = _has_loaded
+    for llm in list(_open):
+        llm._forget()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def _refuse_without_pack(options: dict[str, Any]) -> None:
@@ -54,6 +68,15 @@ class _Closed:
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("this Llama is closed")
+
+
+class _Inherited:
+    """Takes their place in a forked child."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(
+            "this Llama belongs to the process that forked this one: open a model in the process that uses it"
+        )
 
 
 class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
@@ -102,6 +125,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         expert_stats_interval: float = 10.0,
         **llama_kwargs: Any,
     ) -> None:
+        global _has_loaded
         unknown = sorted(set(llama_kwargs) - _KNOWN)
         if unknown:
             raise TypeError(f"Llama() got unknown keyword arguments: {', '.join(unknown)}")
@@ -123,6 +147,11 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                         "an expert pack can't be used with a split_mode of rows or tensors: "
                         "use LLAMA_SPLIT_MODE_LAYER, or no pack"
                     )
+                if _forked_after_a_load and llama_cpp.llama_supports_gpu_offload():
+                    raise UsageError(
+                        "CUDA does not work in a process that was forked after a model had been loaded: "
+                        "start this one with multiprocessing's spawn method, or fork before the first load"
+                    )
                 pack = open_checked(model_path, expert_pack)
                 check_outputs(model_path, pack, {"expert_trace": trace_path, "expert_stats_path": stats_path})
                 self._trace = TraceFile(trace_path) if trace_path is not None else None
@@ -141,8 +170,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                 )
             else:
                 _refuse_without_pack(self._expert_args)
-            if self._provider is not None:
-                _open.add(self)
+            _has_loaded = True
             if self._provider is not None and llama_kwargs.get("use_mlock", False):
                 llama_kwargs = {**llama_kwargs, "use_mmap": False}  # locking a mapping would lock the experts in it
             super().__init__(model_path, **llama_kwargs)
@@ -152,6 +180,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                     self._provider.start(has_weights=not llama_kwargs.get("vocab_only", False))
                 if stats_path is not None:
                     self._stats_writer = StatsWriter(stats_path, expert_stats_interval, self._provider.stats)
+                _open.add(self)
         except BaseException:
             self.close()
             raise
@@ -208,8 +237,11 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
     def close(self) -> None:
         """Free the model, then the pack. Further calls do nothing; any other use raises RuntimeError.
 
-        With a pack, the end of the process closes what is still open.
+        With a pack, the end of the process closes what is still open. In a forked child, close() leaves all that is the
+        parent's to it.
         """
+        if isinstance(getattr(self, "_provider", None), _Inherited):
+            return
         if getattr(self, "_stack", None) is not None:
             super().close()
             for name in ("_model", "_ctx", "_batch", "tokenizer_"):
@@ -219,6 +251,23 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
             part = getattr(self, name, None)
             if part is not None:
                 part.close()
+
+    def _forget(self) -> None:
+        """In a forked child: nothing is freed, read or written here that is the parent's."""
+        for part in (self, *(vars(self).get(name) for name in ("_model", "_ctx", "_batch"))):
+            for name in ("_stack", "_exit_stack"):
+                callbacks = getattr(part, "__dict__", {}).get(name)
+                if callbacks is not None:
+                    callbacks.pop_all()
+        inherited: Any = _Inherited()
+        if not isinstance(vars(self)["_model"], _Closed):
+            self.__dict__.update(_model=inherited, _ctx=inherited, _batch=inherited, tokenizer_=inherited)
+        if self._provider is not None:
+            self._provider.forget()
+        for output in (self._stats_writer, self._trace):
+            if output is not None:
+                output.close()
+        self._provider, self._stats_writer, self._trace = inherited, None, None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **self._expert_args}

@@ -25,6 +25,7 @@ class TraceFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = -1
+        self._pid = os.getpid()
         self._header = b""
         self._trace: Any = ffi.NULL
 
@@ -40,8 +41,9 @@ class TraceFile:
         return self._trace
 
     def close(self) -> None:
-        """After the stores are freed. Further calls do nothing."""
-        lib.expert_trace_free(self._trace)
+        """After the stores are freed. Further calls do nothing. In a forked child the trace is left to the parent."""
+        if os.getpid() == self._pid:
+            lib.expert_trace_free(self._trace)
         self._trace = ffi.NULL
         if self._fd >= 0:
             os.close(self._fd)

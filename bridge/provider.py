@@ -157,6 +157,11 @@ class Provider:
         self._store = ffi.NULL
         _switch_often(False)
 
+    def forget(self) -> None:
+        """In a forked child, instead of close(): the store and the reads are the parent's."""
+        self._reader.close()
+        self._store = ffi.NULL
+
     # ---- callbacks: on any thread
 
     def open_arena(self, device: str, free_bytes: int, layers: Sequence[int]) -> None:
@@ -374,3 +379,15 @@ def _switch_often(on: bool) -> None:
         _n_providers += 1 if on else -1
         if _n_providers == 0:
             sys.setswitchinterval(_usual_interval_s)
+
+
+def _forget_providers() -> None:
+    """In a forked child: those of the parent do not run here."""
+    global _switch_lock, _n_providers
+    _switch_lock = threading.Lock()
+    if _n_providers > 0:
+        sys.setswitchinterval(_usual_interval_s)
+    _n_providers = 0
+
+
+os.register_at_fork(after_in_child=_forget_providers)

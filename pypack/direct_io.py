@@ -27,6 +27,7 @@ from pypack.regular_file import open_regular
 __all__ = ["WITHOUT_DIRECT_IO", "PreadInto", "address", "aligned_buffer", "open_file", "pread_into", "read_exact"]
 
 WITHOUT_DIRECT_IO = "move the file to a local disk, or turn direct I/O off with expert_direct_io=False"
+_MADV_WIPEONFORK = 18  # a forked child gets zeros: pages that both share would get a direct read in one of them only
 
 PreadInto = Callable[[int, memoryview, int], int]
 """(fd, buffer, offset) -> bytes read into the buffer, 0 at the end of the file; raises OSError."""
@@ -43,6 +44,8 @@ def aligned_buffer(n_bytes: int) -> memoryview:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # only a hint: fewer pages to pin for each direct read
             memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):
+        memory.madvise(_MADV_WIPEONFORK)
     return memoryview(memory)[:n_bytes]
 
 

@@ -124,6 +124,7 @@ class Reader:
         self._pread = pread
         self._verified = bytearray(sum(layer.n_expert for layer in pack.layers))  # [n_keys] 1: checked once
         self._fds = _open_all(pack.files, direct_io)
+        self._pid = os.getpid()
 
         self._lock = threading.Lock()  # guards the next five, and the blocks' n_left, failed and error
         self._ended = threading.Condition(self._lock)
@@ -158,8 +159,10 @@ class Reader:
         ``dest``: writable, block_bytes long, with direct I/O page-aligned; the caller's until it calls, the
         reader's until ``on_done``. ``on_done`` comes from a reader thread, exactly once; it may submit.
         Raises ValueError for a wrong argument, RuntimeError after :meth:`close` and :class:`PackError` for
-        extents that do not fit; ``on_done`` is not called then.
+        extents that do not fit, and :class:`UsageError` in a forked child; ``on_done`` is not called then.
         """
+        if os.getpid() != self._pid:
+            raise UsageError("this reader's threads are in the process that forked this one: make a reader here")
         dest = self._checked_dest(layer, expert, dest)
         extents = self._checked_extents(layer, expert)
         block = _Block(layer, expert, extents, dest, on_done, self._retries)
@@ -174,7 +177,13 @@ class Reader:
         self._start(block)
 
     def close(self) -> None:
-        """Wait for all that was submitted, stop the threads, close the files. Not from ``on_done``."""
+        """Wait for all that was submitted, stop the threads, close the files. Not from ``on_done``.
+
+        In a forked child, which has neither the reads nor the threads, only the files are closed.
+        """
+        if os.getpid() != self._pid:
+            _close_all(self._fds)
+            return
         if threading.current_thread() in self._threads:
             raise RuntimeError("the reader cannot be closed by one of its own threads")
         with self._lock:

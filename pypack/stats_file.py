@@ -54,12 +54,16 @@ class StatsWriter:
                 f"{self._path}: the statistics file cannot be written: {error.strerror}; "
                 "give a file in a folder that exists and is writable"
             ) from error
+        self._pid = os.getpid()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="expert-stats", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Write the last state and stop. Further calls do nothing."""
+        """Write the last state and stop. Further calls do nothing. In a forked child the file is left to the parent."""
+        if os.getpid() != self._pid:
+            self._release()  # the child's copy, which would keep it locked
+            return
         self._closing.set()
         self._thread.join()
         self._release()

@@ -113,7 +113,8 @@ typedef struct expert_provider {
     void (*read)(void * user, int32_t layer, int32_t expert, int32_t slot);
 } expert_provider;
 
-// Registers a provider for the model whose first GGUF file is model_path (compared by device and inode).
+// Registers a provider for the model whose first GGUF file is model_path (compared by device and inode), to be loaded on
+// this thread. A forked child has no part in it: there the file may be opened again, and computing with this one fails.
 // NULL on failure, with the reason in expert_last_error(). Copies layers; keeps the tables' pointers.
 expert_store * expert_store_create(const char * model_path, const expert_layer * layers, int32_t n_layers,
     const expert_tables * tables, const expert_provider * provider);
@@ -126,7 +127,7 @@ void expert_store_free(expert_store * store);
 // 1 on success; else 0 and expert_last_error().
 int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes, int32_t first_slot, int32_t n_slots,
     const uint64_t * offsets, void ** host, int * pinned);
-// The model is loaded: from now on no other one of the same file takes weights from this store.
+// The model is loaded, on this thread: from now on no other one of the same file takes weights from this store.
 void expert_store_loaded(expert_store * store);
 // Opens the arenas of every device that has claimed weights, so that a wrong budget is known before the first
 // decode. 1 on success, else 0 and expert_last_error(). Done on first use otherwise.

@@ -232,6 +232,16 @@ static void forget_implied(expert_store * store) {
     }
 }
 
+// The tables may be no more: nothing is counted.
+static bool is_gone(expert_store * store) {
+    if (!store->gone) {
+        return false;
+    }
+    store->error     = store->gone.load();
+    store->op.failed = true;
+    return true;
+}
+
 static bool ready_to_compute(expert_store * store, int32_t layer, std::unique_lock<std::mutex> & lock) {
     lock.unlock();
     const bool open = expert_store_open_arena(store, store->layer_dev[layer]) != nullptr;
@@ -255,6 +265,9 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
     const expert_role &          role  = layer.roles[ref->role];
     std::unique_lock<std::mutex> lock  = take_store(store, ref->layer, role.offset, n_threads);
     expert_op &                  op    = store->op;
+    if (is_gone(store)) {
+        return;
+    }
     forget_implied(store);
     if (bad_id) {
         store->error = "the router of " + std::string(role.tensor) + " chose expert " + std::to_string(*bad_id) + " of " +
@@ -287,7 +300,7 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
 
 void expert_layer_begin(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows) {
     std::unique_lock<std::mutex> lock = take_store(store, layer, 0, 1);
-    if (!ready_to_compute(store, layer, lock)) {
+    if (is_gone(store) || !ready_to_compute(store, layer, lock)) {
         return;
     }
     store->op.as_they_come = false;
@@ -307,7 +320,9 @@ void expert_layer_count(expert_store * store, int32_t layer, const std::vector<i
 void expert_store_set_error(expert_store * store, const std::string & why) {
     std::lock_guard<std::mutex> lock(store->mutex);
     store->error = why;
-    store->tables.counters[EXPERT_FAILURES]++;
+    if (!store->gone) {
+        store->tables.counters[EXPERT_FAILURES]++;
+    }
 }
 
 const char * const * expert_op_data(const expert_ref * ref) { return ref->store->op.data.data(); }

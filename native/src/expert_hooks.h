@@ -27,15 +27,19 @@ typedef bool (*expert_copy_t)(void * dest, const void * src, size_t n_bytes);
 // ---- loader
 
 // The buffer type for a weight of the model in file descriptor fd that is computed on dev, NULL if no store wants
-// it. *error gets a sentence when a store wants it and can't have it (another type or shape: not this pack's model).
+// it; one wants it only from loads on the thread that made the store. *error gets a sentence when a store wants it and
+// can't have it (another type or shape: not this pack's model).
 ggml_backend_buffer_type_t expert_claim(int fd, const struct ggml_tensor * meta, ggml_backend_dev_t dev, const char ** error);
 
-// Whether a store of this model provides the tensor.
+// Whether a store provides the tensor for the load on this thread.
 bool expert_is_described(int fd, const char * tensor);
 
 // The process is to end: every computation that needs experts of a store fails from now on. For signal handlers.
 void expert_interrupt(void);
 bool expert_interrupted(void);
+
+// How many experts computations of all stores wait for, and how many such reads have ended so far.
+int32_t expert_reads_under_way(int64_t * n_ended);
 
 // ---- MUL_MAT_ID in host memory
 //

@@ -1,6 +1,7 @@
 // llama-server's main for a launcher that lives in another program.
 #include "expert_server.h"
 #include "expert_session.h"
+#include "expert_signals.h"
 
 #include <clocale>
 
@@ -9,5 +10,7 @@ int llama_server(int argc, char ** argv);
 int expert_server_main(int argc, char ** argv, const char * executable, const expert_launcher * launcher) {
     std::setlocale(LC_ALL, "C"); // as a C++ program starts; the launcher's language has set another
     expert_session_set_launcher(launcher, executable);
-    return llama_server(argc, argv);
+    const int status = llama_server(argc, argv);
+    expert_signals_end();
+    return status;
 }

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <mutex>
 #include <numeric>
@@ -29,6 +30,7 @@ static int64_t                              n_resident_last = 0;
 static std::array<int64_t, EXPERT_COUNTERS> counted_before{}; // by sessions that are closed
 static int64_t                              n_failures_known = 0;
 static std::string                          load_failure; // of the last load, "": none of ours
+static std::atomic<bool>                    loading{false};
 
 void expert_session_set_launcher(const expert_launcher * given, const char * path) {
     launcher   = given;
@@ -121,6 +123,7 @@ static std::string flags_without_pack(const expert_flags & flags) {
 static bool load_failed(const std::string & why) {
     LOG_ERR("%s\n", why.c_str());
     load_failure = why;
+    loading      = false;
     return false;
 }
 
@@ -172,6 +175,7 @@ bool expert_session::open(const common_params & params, llama_model_params & mpa
     request.n_gpu_layers        = model_gpus(params).empty() ? -1 : params.n_gpu_layers;
     request.split_by_layer      = params.split_mode == LLAMA_SPLIT_MODE_LAYER || params.split_mode == LLAMA_SPLIT_MODE_NONE;
 
+    loading              = true;
     expert_opened result = {};
     if (!launcher->open(&request, &result)) {
         return load_failed(result.error ? result.error : "the expert pack could not be opened");
@@ -241,12 +245,14 @@ bool expert_session_start() {
         return load_failed(result.error ? result.error : "the expert cache could not be opened");
     }
     std::lock_guard<std::mutex> lock(mutex);
-    opened = result;
-    info   = result.info;
+    opened  = result;
+    info    = result.info;
+    loading = false;
     return true;
 }
 
 bool expert_session_is_open() { return session_open; }
+bool expert_session_is_loading() { return loading; }
 
 static int64_t n_resident() {
     return session_open ? opened.counters[EXPERT_LOADS] - opened.counters[EXPERT_EVICTIONS] : n_resident_last;
@@ -263,6 +269,7 @@ expert_session::~expert_session() {
         }
         n_resident_last = n_resident();
         session_open    = false;
+        loading         = false;
     }
     launcher->close();
 }

@@ -34,6 +34,8 @@ private:
 };
 
 bool expert_session_is_open();
+// A model with a pack is being loaded, from the opening of the pack to that of the arenas.
+bool expert_session_is_loading();
 // Everything is loaded: opens the arenas. False: logged why.
 bool expert_session_start();
 // After a decode that is no request's. False if it failed because of an expert: logged why.

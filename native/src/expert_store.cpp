@@ -1,6 +1,10 @@
 // Registration, arenas and the end of reads: the provider's side of the ABI.
+//
+// A store belongs to the thread that made it until its model is loaded: only loads on that thread claim weights, and the
+// thread keeps the store alive for them. It belongs to the process that made it: a forked child has none of its threads.
 #include "expert_store.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -9,11 +13,26 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <new>
 
 static thread_local std::string last_error;
 
-static std::mutex                  registry_mutex;
-static std::vector<expert_store *> registry;
+static const char * const CLOSED = "the expert pack of this model is closed";
+static const char * const FORKED = "this model was opened by the process that forked this one, whose reads this one has not";
+
+static std::mutex opening;        // an arena: two contexts may come first
+static std::mutex registry_mutex; // guards the next one
+// All that are not yet deleted. Never destroyed itself: threads may still look when the process ends.
+static std::vector<expert_store *> & registry = *new std::vector<expert_store *>;
+
+struct unref {
+    void operator()(expert_store * store) const { expert_store_unref(store); }
+};
+
+// Made on this thread, their models perhaps not yet loaded.
+static thread_local std::vector<std::unique_ptr<expert_store, unref>> made_here;
+
+static std::atomic<int64_t> n_reads_ended{0};
 
 void expert_set_last_error(const char * format, ...) {
     char    text[1024];
@@ -38,6 +57,10 @@ expert_arena::~expert_arena() {
 }
 
 expert_store::~expert_store() {
+    {
+        std::lock_guard<std::mutex> lock(registry_mutex);
+        registry.erase(std::remove(registry.begin(), registry.end(), this), registry.end());
+    }
     readers.stop();
     arenas.clear();
     for (ggml_backend_buffer_t buffer : staging) {
@@ -68,6 +91,12 @@ static bool layer_is_valid(const expert_layer & layer, int32_t index) {
         }
     }
     return true;
+}
+
+// Not while another load may use them: the last reference frees the store.
+static void forget_loads_that_ended() {
+    made_here.erase(
+        std::remove_if(made_here.begin(), made_here.end(), [](const auto & store) { return !store->loading; }), made_here.end());
 }
 
 expert_store * expert_store_create(const char * model_path, const expert_layer * layers, int32_t n_layers,
@@ -111,26 +140,28 @@ expert_store * expert_store_create(const char * model_path, const expert_layer *
     const expert_layer & last = store->layers.back(); // there is one: an empty pack is refused
     store->trust.watch(tables->blocks, (size_t) last.first_key + last.n_expert, tables->recheck != 0);
 
+    forget_loads_that_ended();
     std::lock_guard<std::mutex> lock(registry_mutex);
     for (const expert_store * other : registry) {
-        if (other->file_dev == st.st_dev && other->file_ino == st.st_ino) {
+        if (!other->gone && other->file_dev == st.st_dev && other->file_ino == st.st_ino) {
             expert_set_last_error("%s: is already open with an expert pack in this process: close that one first", model_path);
             return nullptr;
         }
     }
+    made_here.emplace_back(store.get());
+    expert_store_ref(store.get());
     registry.push_back(store.get());
     return store.release();
 }
 
 expert_store * expert_store_find(int fd) {
-    struct stat                 st;
-    std::lock_guard<std::mutex> lock(registry_mutex);
-    if (registry.empty() || fstat(fd, &st) != 0) {
+    struct stat st;
+    if (made_here.empty() || fstat(fd, &st) != 0) {
         return nullptr;
     }
-    for (expert_store * store : registry) {
+    for (const auto & store : made_here) {
         if (store->loading && store->file_dev == st.st_dev && store->file_ino == st.st_ino) {
-            return store;
+            return store.get();
         }
     }
     return nullptr;
@@ -139,29 +170,64 @@ expert_store * expert_store_find(int fd) {
 void expert_store_ref(expert_store * store) { store->n_refs++; }
 
 void expert_store_unref(expert_store * store) {
-    if (--store->n_refs == 0) {
+    if (--store->n_refs == 0 && store->gone != FORKED) { // that one's threads can't be joined
         delete store;
     }
 }
 
+void expert_store_loaded(expert_store * store) {
+    store->loading = false;
+    forget_loads_that_ended();
+}
+
 void expert_store_free(expert_store * store) {
-    if (!store) {
+    if (!store || store->gone) {
         return;
     }
+    expert_store_trace(store, nullptr); // while the provider's counters are alive
     {
         std::lock_guard<std::mutex> lock(registry_mutex);
-        for (size_t i = 0; i < registry.size(); i++) {
-            if (registry[i] == store) {
-                registry.erase(registry.begin() + i);
-                break;
-            }
-        }
+        store->gone = CLOSED;
     }
-    expert_store_trace(store, nullptr); // while the provider's counters are alive
+    expert_store_loaded(store);
     expert_store_unref(store);
 }
 
+int32_t expert_reads_under_way(int64_t * n_ended) {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    int32_t                     n = 0;
+    for (const expert_store * store : registry) {
+        n += store->op.n_in_flight;
+    }
+    *n_ended = n_reads_ended;
+    return n;
+}
+
+// ---- fork: the registry is whole in the child, and no store of the parent is used there
+
+static void forget_all_in_child() {
+    // a thread that is not here may have held a lock, and been in the middle of what it guards
+    new (&opening) std::mutex;
+    for (expert_store * store : registry) {
+        store->gone    = FORKED;
+        store->loading = false;
+        store->busy    = false;
+        new (&store->mutex) std::mutex;
+        new (&store->changed) std::condition_variable;
+        new (&store->op) expert_op;
+        new (&store->error) std::string;
+    }
+    registry.clear();
+    registry_mutex.unlock();
+}
+
+[[maybe_unused]] static const int fork_is_watched =
+    pthread_atfork([] { registry_mutex.lock(); }, [] { registry_mutex.unlock(); }, forget_all_in_child);
+
 int expert_store_trace(expert_store * store, expert_trace * trace) {
+    if (store->gone) { // its buffered records are the parent's
+        return 1;
+    }
     std::lock_guard<std::mutex> lock(store->mutex);
     const bool                  ok = !store->trace || expert_trace_end(*store->trace, store->tables.counters);
     store->trace                   = trace;
@@ -201,6 +267,8 @@ static bool allocate_host(expert_arena & arena) {
         return false;
     }
     madvise(base, arena.size, MADV_HUGEPAGE); // fewer pages to pin for each direct read; not available everywhere
+    // a forked child gets zeros: to share pages that direct reads write to would let them land in either process
+    madvise(base, arena.size, MADV_WIPEONFORK);
     arena.base = (char *) base;
     return true;
 }
@@ -287,6 +355,14 @@ static expert_arena * find_arena(expert_store * store, ggml_backend_dev_t dev) {
     return nullptr;
 }
 
+static bool is_gone(const expert_store * store) {
+    const char * why = store->gone;
+    if (why) {
+        expert_set_last_error("%s", why);
+    }
+    return why != nullptr;
+}
+
 static void trace_slots(expert_store * store, const std::vector<int32_t> & layers) {
     std::lock_guard<std::mutex> lock(store->mutex);
     if (store->trace) {
@@ -297,10 +373,12 @@ static void trace_slots(expert_store * store, const std::vector<int32_t> & layer
 }
 
 expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev) {
+    if (is_gone(store)) {
+        return nullptr;
+    }
     if (expert_arena * arena = find_arena(store, dev)) {
         return arena;
     }
-    static std::mutex           opening; // two contexts may come first
     std::lock_guard<std::mutex> once(opening);
     if (expert_arena * arena = find_arena(store, dev)) {
         return arena;
@@ -324,9 +402,10 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
     return find_arena(store, dev);
 }
 
-void expert_store_loaded(expert_store * store) { store->loading = false; }
-
 int expert_store_start(expert_store * store) {
+    if (is_gone(store)) {
+        return 0;
+    }
     expert_store_loaded(store);
     for (ggml_backend_dev_t dev : store->layer_dev) {
         if (dev && !expert_store_open_arena(store, dev)) {
@@ -346,6 +425,7 @@ static bool read_ended(expert_store * store, int32_t layer, int32_t expert) {
     }
     op.in_flight[expert] = 0;
     op.n_in_flight--;
+    n_reads_ended++;
     store->changed.notify_all();
     return true;
 }

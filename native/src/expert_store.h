@@ -67,9 +67,11 @@ struct expert_store {
     std::unordered_set<const expert_ref *>                 claimed;   // by the load under way
     std::vector<ggml_backend_dev_t>                        layer_dev; // [layer] device that computes it, NULL: not claimed
     std::atomic<int32_t>                                   n_claimed{0};
-    std::atomic<bool>                                      loading{true}; // only the model it was made for claims
+    std::atomic<bool>                                      loading{true}; // its model's load may still claim
     std::vector<std::unique_ptr<ggml_backend_buffer_type>> bufts;         // one a device
     std::vector<std::shared_ptr<void>>                     buft_contexts;
+
+    std::atomic<const char *> gone{nullptr}; // why nothing of the provider may be touched any more
 
     std::mutex                                 mutex; // guards what follows
     std::condition_variable                    changed;
@@ -86,7 +88,7 @@ struct expert_store {
     expert_trace *                             trace  = nullptr; // the provider's; NULL: nobody wants one
     bool                                       broken = false;   // bytes were handed out wrong: the next op fails
 
-    std::atomic<int> n_refs{1}; // buffers and the registration keep the store alive
+    std::atomic<int> n_refs{1}; // the provider, buffers and the load under way keep the store alive
     expert_trust     trust;
     expert_loader    loader{this};
     expert_read_pool readers; // the last member: its threads use the others
@@ -99,7 +101,7 @@ struct expert_store {
 void expert_set_last_error(const char * format, ...) __attribute__((format(printf, 1, 2)));
 void expert_store_ref(expert_store * store);
 void expert_store_unref(expert_store * store);
-// Finds the store registered for the open file, NULL if none. The caller's reference.
+// The store that was made on this thread for a load of the open file, NULL if none. Stays alive until that load has ended.
 expert_store * expert_store_find(int fd);
 // The arena of a device, opened if it is not there yet; NULL and an error if that failed. Takes no lock while the
 // provider is called.

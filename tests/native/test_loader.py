@@ -1,4 +1,4 @@
-"""The native loader on fake devices, plainly and under two sanitizers: see loader_stress.cpp."""
+"""Native code on fake devices, plainly and under two sanitizers: see loader_stress.cpp and claims_stress.cpp."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from pypack.errors import NativeError
 
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
-STRESS = Path(__file__).with_name("loader_stress.cpp")
-OURS = [NATIVE / "src" / f"expert_{name}.cpp" for name in ("store", "acquire", "load", "read", "trace", "trust")]
+_NAMES = ("store", "acquire", "load", "read", "trace", "trust", "buffer")
+OURS = [NATIVE / "src" / f"expert_{name}.cpp" for name in _NAMES]
 OPTIONS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fno-access-control", "-U_FORTIFY_SOURCE", "-D_GLIBCXX_ASSERTIONS"]
-# how many stores it makes: about the same time for each
-N_STORES = {"plain": 32, "thread": 12, "address": 24}
+SANITIZERS = ("plain", "thread", "address")
+# how many stores it makes, or loads on each thread: about the same time for each sanitizer
+HOW_MANY = {
+    "loader_stress": {"plain": 32, "thread": 12, "address": 24},
+    "claims_stress": {"plain": 400, "thread": 100, "address": 200},
+}
 # any program will do: some compilers lack the library, some systems the address space
 PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"
 
@@ -61,10 +65,18 @@ def ggml() -> Path:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("sanitizer", N_STORES)
-def test_loader(sanitizer: str, compiler: list[str], source: Path, ggml: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=SANITIZERS)
+def built(
+    request: pytest.FixtureRequest,
+    compiler: list[str],
+    source: Path,
+    ggml: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[str, Path]:
+    """The sanitizer, and the folder of the programs that were compiled with it."""
+    sanitizer, folder = request.param, tmp_path_factory.mktemp(request.param)
     options = [*OPTIONS, *([] if sanitizer == "plain" else [f"-fsanitize={sanitizer}"])]
-    probe = tmp_path / "probe"
+    probe = folder / "probe"
     probe.with_suffix(".cpp").write_text(PROBE)
     try:
         run([compiler[-1], *options, f"{probe}.cpp", "-o", str(probe)], timeout_s=60)
@@ -78,14 +90,21 @@ def test_loader(sanitizer: str, compiler: list[str], source: Path, ggml: Path, t
     include = [f"-I{folder}" for folder in folders]
 
     def compiled(path: Path) -> str:
-        out = tmp_path / f"{path.stem}.o"
+        out = folder / f"{path.stem}.o"
         run([*compiler, *options, *include, "-c", str(path), "-o", str(out)], timeout_s=200)
         return str(out)
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compiled, [STRESS, *OURS]))
-    program = tmp_path / "loader_stress"
+        ours = list(pool.map(compiled, OURS))
+        programs = list(pool.map(compiled, [Path(__file__).with_name(f"{name}.cpp") for name in HOW_MANY]))
     link = ["-Wl,--wrap=pread", str(ggml), f"-Wl,-rpath,{ggml.parent}"]
-    run([compiler[-1], *options, *objects, *link, "-o", str(program)], timeout_s=60)
+    for program in programs:
+        run([compiler[-1], *options, program, *ours, *link, "-o", program.removesuffix(".o")], timeout_s=60)
+    return sanitizer, folder
+
+
+@pytest.mark.parametrize("program", HOW_MANY)
+def test_stress(program: str, built: tuple[str, Path]) -> None:
+    sanitizer, programs = built
     with TemporaryDirectory() as folder:
-        print(run([str(program), folder, "1", str(N_STORES[sanitizer])], timeout_s=300))
+        print(run([str(programs / program), folder, "1", str(HOW_MANY[program][sanitizer])], timeout_s=300))

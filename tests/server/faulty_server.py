@@ -1,7 +1,7 @@
 """llama-server with a disk that breaks on command: python -m tests.server.faulty_server FAULT_FILE [arguments].
 
-FAULT_FILE says what reads do from now on: "" or no file: read; "fail": EIO; "slow N": wait N seconds first;
-"no-direct-io" at the start: files can't be opened with O_DIRECT.
+FAULT_FILE says what reads do from now on: "" or no file: read; "fail": EIO; "slow N": wait N seconds first. "open N":
+the opening of the pack waits; "no-direct-io" at the start: files can't be opened with O_DIRECT.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import bridge.provider
+import bridge.server_session
 import pypack.direct_io
 from bridge.server import main
 from pypack.direct_io import pread_into
@@ -30,6 +32,7 @@ fault_file = Path(sys.argv.pop(1))
 
 
 describe_blocks = bridge.provider._describe_blocks
+usual_open = bridge.server_session.open_checked
 
 
 def pread(fd: int, buffer: memoryview, offset: int) -> int:
@@ -40,6 +43,14 @@ def pread(fd: int, buffer: memoryview, offset: int) -> int:
         waiting_file(fault_file).touch()
         time.sleep(float(fault[1]))
     return pread_into(fd, buffer, offset)
+
+
+def open_checked(*arguments: Any) -> Pack:
+    fault = fault_file.read_text().split() if fault_file.exists() else []
+    if fault[:1] == ["open"]:
+        waiting_file(fault_file).touch()
+        time.sleep(float(fault[1]))
+    return usual_open(*arguments)
 
 
 def only_the_provider(pack: Pack, fds: Sequence[int], check: int) -> NDArray[np.void]:
@@ -56,4 +67,5 @@ open_usually = pypack.direct_io._open
 pypack.direct_io._open = open_directly
 bridge.provider.Reader = partial(Reader, pread=pread)  # type: ignore[assignment, misc]
 bridge.provider._describe_blocks = only_the_provider
+bridge.server_session.open_checked = open_checked
 sys.exit(main())

@@ -75,8 +75,9 @@ expert_cuda_mode expert_cuda_mode_of(ggml_backend_cuda_context & ctx, const ggml
     const expert_ref * opened = nullptr; // the last one whose arena is there: all layers of a store here share one
     for (const expert_span & span : spans) {
         if (!opened || opened->store != span.ref->store) {
-            if (!expert_cuda_state_of(span.ref, ctx.device)) {
-                return EXPERT_CUDA_SEGMENTS; // which reports the error
+            const expert_cuda_state * state = expert_cuda_state_of(span.ref, ctx.device);
+            if (!state || !state->may_wait) {
+                return EXPERT_CUDA_SEGMENTS; // which reports the error, or needs no kernel that waits for this thread
             }
             opened = span.ref;
         }

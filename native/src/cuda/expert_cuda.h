@@ -6,7 +6,8 @@
 //
 // Two ways to run a graph with expert layers:
 //   lookup    in captured graphs: a kernel in front of each expert layer checks the table and waits for the host only
-//             if an expert is missing. While the graph runs, the calling thread serves these requests.
+//             if an expert is missing. While the graph runs, the calling thread serves these requests. Not on a GPU
+//             where the driver ends kernels that take long.
 //   segments  else: the graph runs up to an expert layer, its ids are read back, the experts made resident, and on.
 //             If they do not fit all at once, the layer runs once per pass and keeps the rows of that pass's experts.
 #pragma once

@@ -19,7 +19,8 @@ static __device__ __forceinline__ uint64_t global_ns() {
 // all of them in and says what changed. Where all are resident it costs two loads in a row and no fence: the host takes
 // an id for written when it is no longer EXPERT_ID_NONE.
 static __global__ void expert_lookup(char * ids, int64_t ids_stride, int n_used, int n_ids, int layer, int first_key,
-    int n_expert, int64_t * offsets, uint8_t * resident, uint32_t * sequence, int32_t * ids_host, expert_mailbox * mailbox) {
+    int n_expert, int64_t * offsets, uint8_t * resident, uint32_t * sequence, int32_t * ids_host, expert_mailbox * mailbox,
+    uint64_t timeout_ns) {
     // All kernels before this one have ended when this returns, so that a slot whose expert one of them read may be taken:
     // each of upstream's that may start early has a thread that waits for its predecessor's end.
     ggml_cuda_pdl_sync();
@@ -45,7 +46,7 @@ static __global__ void expert_lookup(char * ids, int64_t ids_stride, int n_used,
 #if __CUDA_ARCH__ >= 700
             __nanosleep(2000); // looking more often slows the copies that are waited for
 #endif
-            if (global_ns() - start > EXPERT_LOOKUP_TIMEOUT_NS) {
+            if (global_ns() - start > timeout_ns) {
                 mailbox->abort = 1;
             }
         }
@@ -133,7 +134,7 @@ void expert_cuda_launch_lookup(const expert_cuda_state & state, int32_t layer, c
     const ggml_cuda_kernel_launch_params params    = {dim3(1), dim3(n_ids <= 32 ? 32 : 256), 0, stream};
     ggml_cuda_kernel_launch(expert_lookup, params, (char *) ids->data, (int64_t) ids->nb[1], n_used, n_ids, layer,
         described.first_key, described.n_expert, state.offsets, state.resident, state.sequence,
-        state.ids + (size_t) layer * EXPERT_LOOKUP_IDS_MAX, state.mailbox);
+        state.ids + (size_t) layer * EXPERT_LOOKUP_IDS_MAX, state.mailbox, state.lookup_timeout_ns);
 }
 
 void expert_cuda_launch_keep_rows(
@@ -179,8 +180,23 @@ bool expert_cuda_copy(void * dest, const void * src, size_t n_bytes) {
 
 // ---- state
 
+// Where a GPU drives a display, the driver ends kernels after a few seconds, and the process's context with them; a kernel
+// that waits for the host takes as long as a read with its retries. EXPERT_PACK_CUDA_KERNEL_TIMEOUT=1 makes any GPU such a one.
+static bool kernels_may_wait(int device) {
+    int limited = 0;
+    CUDA_CHECK(cudaDeviceGetAttribute(&limited, cudaDevAttrKernelExecTimeout, device));
+    const char * forced = getenv("EXPERT_PACK_CUDA_KERNEL_TIMEOUT");
+    return !limited && !(forced && atoi(forced) != 0);
+}
+
+static uint64_t lookup_timeout_ns_now() {
+    const char * shorter = getenv("EXPERT_PACK_CUDA_LOOKUP_TIMEOUT_MS");
+    return (shorter ? strtoull(shorter, nullptr, 10) : EXPERT_LOOKUP_TIMEOUT_MS) * 1000 * 1000;
+}
+
 expert_cuda_state::expert_cuda_state(expert_store * store, int device, char * base) :
-    store(store), device(device), base(base), slot_key(store->slot_data.size(), -1) {
+    store(store), device(device), base(base), may_wait(kernels_may_wait(device)), lookup_timeout_ns(lookup_timeout_ns_now()),
+    slot_key(store->slot_data.size(), -1) {
     ggml_cuda_set_device(device);
     const expert_layer & last   = store->layers.back();
     const size_t         n_keys = last.first_key + last.n_expert;

@@ -123,6 +123,9 @@ enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const
     while (ok) {
         const cudaError_t done    = cudaEventQuery(state.used);
         const uint32_t    request = mailbox.request;
+        if (mailbox.abort) { // one gave up: those after it do not wait for what they ask, and layers come out of order
+            break;
+        }
         if (request != answered && request != 0) {
             std::atomic_thread_fence(std::memory_order_seq_cst);
             const size_t i = requested(mailbox, counter.next > 0 ? counter.next - 1 : 0);

@@ -10,8 +10,9 @@
 #define EXPERT_LOOKUP_IDS_MAX 1024 // ids of a layer in lookup mode; larger batches run in segments
 #define EXPERT_ID_NONE INT32_MIN   // in place of an id that no lookup has written yet
 #define EXPERT_LOOKUP_UPDATES_MAX (2 * EXPERT_LOOKUP_IDS_MAX)
-// Longer than any read with its retries: only a host that will never answer is given up.
-#define EXPERT_LOOKUP_TIMEOUT_NS (600ull * 1000 * 1000 * 1000)
+// Longer than any read with its retries: only a host that will never answer is given up. Tests shorten it with
+// EXPERT_PACK_CUDA_LOOKUP_TIMEOUT_MS.
+#define EXPERT_LOOKUP_TIMEOUT_MS 600000ull
 
 // A change of the device's table.
 struct expert_update {
@@ -36,7 +37,9 @@ struct expert_mailbox {
 struct expert_cuda_state {
     expert_store *       store;
     int                  device;
-    char *               base;                     // of the arena
+    char *               base;     // of the arena
+    const bool           may_wait; // kernels for the host
+    const uint64_t       lookup_timeout_ns;
     int64_t *            offsets        = nullptr; // device, [n_keys] bytes from base to the expert's slot, 0: not resident
     uint8_t *            resident       = nullptr; // device, [n_keys]
     expert_update *      updates        = nullptr; // device, staging for updates in segments

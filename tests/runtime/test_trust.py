@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,11 +65,14 @@ def first_error(llm: Llama, expected: np.ndarray, must_match_till_then: bool) ->
 def test_a_pack_that_is_overwritten_while_open_fails_decodes_until_it_is_right_again(
     verify: str, direct_io: bool, tmp_path: Path
 ) -> None:
-    path = variant("type-Q4_K", tmp_path)
+    overwrite_while_open(tmp_path, expert_verify=verify, expert_direct_io=direct_io)
+
+
+def overwrite_while_open(folder: Path, **options: Any) -> None:
+    path = variant("type-Q4_K", folder)
     pack = find_pack(path)
-    options = {"expert_cache": minimum_budget(open_pack(pack)), "expert_verify": verify, "expert_direct_io": direct_io}
     start, data = data_of(pack)
-    with loaded(path, **options) as llm:
+    with loaded(path, expert_cache=minimum_budget(open_pack(pack)), **options) as llm:
         expected = once_more(llm)
         overwrite(pack, start, damaged(data))
         assert "has checksum" in first_error(llm, expected, must_match_till_then=True)
@@ -106,13 +110,17 @@ def lying(pack: Path, start: int, data: bytes) -> Iterator[Callable[[bool], None
 
 
 def test_a_drive_that_begins_to_lie_is_noticed_and_what_it_gave_is_forgotten(tmp_path: Path) -> None:
-    path = variant("type-Q4_K", tmp_path)
+    lie_while_open(tmp_path)
+
+
+def lie_while_open(folder: Path, **options: Any) -> None:
+    path = variant("type-Q4_K", folder)
     pack = find_pack(path)
     start, data = data_of(pack)
     half = open_pack(pack).payload_bytes // 2
     with (
         lying(pack, start, data) as lie,
-        loaded(path, expert_cache=max(half, minimum_budget(open_pack(pack))), expert_direct_io=False) as llm,
+        loaded(path, expert_cache=max(half, minimum_budget(open_pack(pack))), expert_direct_io=False, **options) as llm,
     ):
         expected = once_more(llm)
         before = pack.stat()

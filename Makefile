@@ -46,7 +46,7 @@ demo: build stock-library
 test: build stock $(VENV)/for-test
 	$(BIN)/python -m pytest
 
-check: build $(VENV)/for-check
+check: build $(VENV)/for-test $(VENV)/for-check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

@@ -113,7 +113,7 @@ bool expert_loader::start(const load & load) {
     }
     const expert_block & block   = block_of(store, *load);
     const uint64_t       n_bytes = store->layers[load->layer].block_bytes;
-    load->hashed                 = store->trust.must_hash(block);
+    load->hashed                 = store->trust.must_hash(block, store->readers.is_fast());
     expert_read read;
     read.fd         = block.fd;
     read.n_bytes    = n_bytes;

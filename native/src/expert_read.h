@@ -43,6 +43,8 @@ public:
     // From now on a thread without work looks for it for a while before it sleeps, where there are cores to spare and the
     // drive is so fast that it matters.
     void poll_between_reads();
+    // The last read took less than it would be worth to sleep for.
+    bool is_fast() const { return fast; }
 
 private:
     static constexpr size_t N_THREADS = 16; // for reads that wait for a drive

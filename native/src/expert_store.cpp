@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -205,7 +206,16 @@ int32_t expert_reads_under_way(int64_t * n_ended) {
 
 // ---- fork: the registry is whole in the child, and no store of the parent is used there
 
+// C++'s and CUDA's destructors at the end of a process would join and free what lives in the parent only.
+static void end_without_destructors(int status, void *) {
+    fflush(nullptr);
+    _exit(status);
+}
+
 static void forget_all_in_child() {
+    if (!registry.empty()) {
+        on_exit(end_without_destructors, nullptr); // the last that is registered is the first to run
+    }
     // a thread that is not here may have held a lock, and been in the middle of what it guards
     new (&opening) std::mutex;
     for (expert_store * store : registry) {

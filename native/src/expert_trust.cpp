@@ -8,7 +8,9 @@
 
 #include <algorithm>
 
-static const uint32_t RECHECK_EVERY = 16; // hashing is hidden behind the other reads
+// Hashing hides behind a slow drive's reads. From a fast one it takes as long as reading, and a layer waits for it.
+static const uint32_t RECHECK_EVERY      = 16;
+static const uint32_t RECHECK_EVERY_FAST = 256;
 
 static std::string path_of(int fd) {
     char          path[4096];
@@ -35,8 +37,8 @@ void expert_trust::watch(const expert_block * blocks, size_t n_blocks, bool with
     }
 }
 
-bool expert_trust::must_hash(const expert_block & block) {
-    return block.check != 0 || doubted || (recheck && ++n_unhashed % RECHECK_EVERY == 0);
+bool expert_trust::must_hash(const expert_block & block, bool is_fast) {
+    return block.check != 0 || doubted || (recheck && ++n_unhashed % (is_fast ? RECHECK_EVERY_FAST : RECHECK_EVERY) == 0);
 }
 
 bool expert_trust::has_changed(int fd) {

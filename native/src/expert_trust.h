@@ -1,6 +1,6 @@
 // Whether the bytes of a pack may still be taken unchecked, once they were right. Internal to native/src.
 //
-//   a block's first read is hashed (expert_block.check), and so is every RECHECK_EVERY-th later one
+//   a block's first read is hashed (expert_block.check), and so are some of the later ones
 //   a file is changed while it is open        -> doubt: every read is hashed from now on
 //   a block that was right comes back wrong   -> doubt, and what was read unchecked before is not trusted either
 #pragma once
@@ -19,8 +19,8 @@ class expert_trust {
 public:
     // Remembers the files of the blocks as they are now.
     void watch(const expert_block * blocks, size_t n_blocks, bool recheck);
-    // Before a read: is it to be hashed?
-    bool must_hash(const expert_block & block);
+    // Before a read: is it to be hashed? is_fast: reading a block takes no longer than hashing it.
+    bool must_hash(const expert_block & block, bool is_fast);
     // After a read that was not hashed: has its file been changed since watch()? Says so once in the log.
     bool has_changed(int fd);
     // After a read that was hashed and wrong, of a block that had been right before.

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(300)
 
 # what a child does with what it inherits; it is killed if it hangs
 COMMON = """
-import gc, multiprocessing, os, shutil, signal, sys, threading, time
+import functools, gc, multiprocessing, os, shutil, signal, sys, threading, time
 import llama_expert_pack, llama_cpp
 from pypack.direct_io import pread_into
 from pypack.errors import UsageError
@@ -23,6 +23,7 @@ from tests.compare import minimum_budget
 from tests.runtime.packed import evaluate, load, loaded, reads
 
 path, trace, stats_path = sys.argv[1:4]
+load, loaded = (functools.partial(f, n_gpu_layers=int(sys.argv[4])) for f in (load, loaded))
 
 def child(body):
     # its exit status: 0 if it ended by itself and body raised nothing
@@ -42,6 +43,9 @@ def refused(call):
         raise AssertionError("the call returned")
 
 def own_model():
+    if llama_cpp.llama_supports_gpu_offload():  # CUDA does not follow into a child
+        refused(lambda: load(path))
+        return
     own = load(path)
     assert (evaluate(own, [20, 1, 1]) == expected).all()
     assert own.expert_stats().loads > 0
@@ -58,12 +62,13 @@ def inherited_model():
     refused(lambda: llm.eval([1]))
 
 def cuda():
-    # a GPU does not follow into a child
     llama_cpp.llama_supports_gpu_offload = lambda: True
     refused(lambda: load(path))
 
 def raw_context():
-    # who kept a pointer gets what llama_decode returns for a failure
+    # who kept a pointer gets what llama_decode returns for a failure; with CUDA, whose context is gone, upstream aborts
+    if llama_cpp.llama_supports_gpu_offload():
+        return
     tokens = (llama_cpp.llama_token * 1)(1)
     status = llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(tokens, 1))
     assert status != 0, status
@@ -102,9 +107,9 @@ print(stats.acquires, stats.hits, stats.misses, stats.evictions)
 """
 
 
-def run(code: str, tmp_path: Path) -> None:
+def run(code: str, tmp_path: Path, n_gpu_layers: int = 0) -> None:
     path, trace, stats = variant("type-Q4_K", tmp_path), tmp_path / "a.trace", tmp_path / "stats.json"
-    done = run_python(COMMON + code + END, path, trace, stats)
+    done = run_python(COMMON + code + END, path, trace, stats, n_gpu_layers)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
     assert "Exception ignored" not in done.stderr, done.stderr[-3000:]
     acquires, hits, misses, evictions = map(int, done.stdout.split())
@@ -169,8 +174,11 @@ def test_several_threads(tmp_path: Path) -> None:
     """OpenMP keeps its threads between two computations; a child has none of them."""
     run(
         """
+parent = os.getpid()
 two = {"n_threads": 2, "n_threads_batch": 2}
 def own_model_with_two():
+    if llama_cpp.llama_supports_gpu_offload() and os.getpid() != parent:
+        return
     with loaded(path, **two) as own:
         assert (evaluate(own, [20, 1, 1]) == expected).all()
 

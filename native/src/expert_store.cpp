@@ -34,6 +34,7 @@ struct unref {
 static thread_local std::vector<std::unique_ptr<expert_store, unref>> made_here;
 
 static std::atomic<int64_t> n_reads_ended{0};
+static std::atomic<bool>    made_any{false}; // a store, in this process or in the one that forked it
 
 void expert_set_last_error(const char * format, ...) {
     char    text[1024];
@@ -152,6 +153,7 @@ expert_store * expert_store_create(const char * model_path, const expert_layer *
     made_here.emplace_back(store.get());
     expert_store_ref(store.get());
     registry.push_back(store.get());
+    made_any = true;
     return store.release();
 }
 
@@ -213,7 +215,7 @@ static void end_without_destructors(int status, void *) {
 }
 
 static void forget_all_in_child() {
-    if (!registry.empty()) {
+    if (made_any) {
         on_exit(end_without_destructors, nullptr); // the last that is registered is the first to run
     }
     // a thread that is not here may have held a lock, and been in the middle of what it guards

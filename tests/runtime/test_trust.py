@@ -37,7 +37,8 @@ def overwrite(pack: Path, start: int, data: bytes) -> None:
 
 
 def damaged(data: bytes) -> bytes:
-    return (~np.frombuffer(data, np.uint8)).tobytes()
+    """Each expert has the bytes of another: weights that compute, and no NaN that would give them away."""
+    return data[len(data) // 5 :] + data[: len(data) // 5]
 
 
 def once_more(llm: Llama) -> np.ndarray:

@@ -44,9 +44,9 @@ from pypack.manifest import (
     unreadable,
 )
 from pypack.os_errors import os_errors
-from pypack.output import Output
 from pypack.pack import Pack, check_pack, manifest_path, open_pack
 from pypack.pack_format import ENTRY, HEADER_BYTES, VERSION, Index, make_header, make_index
+from pypack.pack_output import PackOutput
 from pypack.partial_pack import PartialPack, write_error
 from pypack.progress import Progress, Silent
 from pypack.regular_file import open_regular
@@ -96,7 +96,7 @@ def convert(
     jobs = check_jobs(jobs)
     model = read_model(model_path)
     with os_errors(model.path):
-        out = Output(model, output)
+        out = PackOutput(model, output)
         plan = _make_plan(model, find_layers(model), out)
         reused = Conversion(out.given, plan.files[0].size_bytes, reused=True, resumed_layers=0)
         if not force and _is_finished(out, model, plan):
@@ -117,7 +117,9 @@ def convert(
 class _Run:
     """One conversion that holds the lock of its partial pack."""
 
-    def __init__(self, model: GGUFModel, plan: Manifest, out: Output, partial: PartialPack, progress: Progress) -> None:
+    def __init__(
+        self, model: GGUFModel, plan: Manifest, out: PackOutput, partial: PartialPack, progress: Progress
+    ) -> None:
         self.model, self.plan, self.out, self.partial, self.progress = model, plan, out, partial, progress
         self.plan_sha256 = canonical_sha256(plan)
         self.stamp = _source_stamp(model)
@@ -256,7 +258,7 @@ class _ChunkWriter:
         return [hash_.digest() for hash_ in hashes]
 
 
-def _make_plan(model: GGUFModel, layers: list[Layer], out: Output) -> Manifest:
+def _make_plan(model: GGUFModel, layers: list[Layer], out: PackOutput) -> Manifest:
     for name in (out.pack.name, *(shard.name for shard in model.shards)):
         if not is_plain_name(name):
             raise UsageError(f"file name {name!r} cannot be written into a manifest: rename the file")
@@ -289,7 +291,7 @@ def _source_stamp(model: GGUFModel) -> str:
     return sha.hexdigest()
 
 
-def _is_finished(out: Output, model: GGUFModel, plan: Manifest) -> bool:
+def _is_finished(out: PackOutput, model: GGUFModel, plan: Manifest) -> bool:
     """Whether the finished pack of this model is already there. Raises if something else is."""
     path = out.given
     if not path.exists():
@@ -314,7 +316,7 @@ def _check_same(pack: Pack, model: GGUFModel, plan: Manifest) -> None:
         )
 
 
-def _leftover(out: Output, restart: bool) -> Path | None:
+def _leftover(out: PackOutput, restart: bool) -> Path | None:
     """What lies beside a finished pack: nothing, or the partial pack of a run with force, unless ``restart``."""
     if out.partial.exists() and not restart:
         return out.partial
@@ -328,7 +330,7 @@ def _leftover(out: Output, restart: bool) -> Path | None:
     return None
 
 
-def _finish_published(out: Output, model: GGUFModel, plan: Manifest) -> bool:
+def _finish_published(out: PackOutput, model: GGUFModel, plan: Manifest) -> bool:
     """Writes the manifest of a pack that was renamed but whose run was stopped before the manifest."""
     if not out.pack.exists():
         return False
@@ -353,7 +355,7 @@ def _manifest(plan: Manifest, header_page: bytes) -> bytes:
     return encode_manifest(msgspec.structs.replace(plan, header_sha256=hashlib.sha256(header_page).hexdigest()))
 
 
-def _write_manifest(out: Output, manifest: bytes) -> None:
+def _write_manifest(out: PackOutput, manifest: bytes) -> None:
     """The last step: from here on the pack is accepted. Then the journal can go."""
     try:
         write_atomically(out.manifest, manifest, out.guard)

@@ -15,6 +15,7 @@ function(patched_sources target)
 endfunction()
 
 expert_pack_sources(ggml-base
+    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_registry.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_store.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_acquire.cpp
     ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_load.cpp

@@ -71,6 +71,7 @@ struct expert_store {
     std::vector<std::unique_ptr<ggml_backend_buffer_type>> bufts;         // one a device
     std::vector<std::shared_ptr<void>>                     buft_contexts;
 
+    std::atomic<int64_t>      n_reads_ended{0};
     std::atomic<const char *> gone{nullptr}; // why nothing of the provider may be touched any more
 
     std::mutex                                 mutex; // guards what follows
@@ -97,6 +98,8 @@ struct expert_store {
 
     ~expert_store();
 };
+
+extern std::mutex expert_opening; // held while an arena is opened: two contexts may come first
 
 void expert_set_last_error(const char * format, ...) __attribute__((format(printf, 1, 2)));
 void expert_store_ref(expert_store * store);

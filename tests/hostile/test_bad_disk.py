@@ -42,7 +42,7 @@ def only_error(run: subprocess.CompletedProcess[str]) -> str:
 
 
 EVERY_LAYER = "import sys, pypack.convert; sys.modules['pypack.convert'].CHECKPOINT_INTERVAL_S = 0"
-NO_SPACE_CHECK = "from pypack.output import Output; Output.check_space = lambda *a: None"
+NO_SPACE_CHECK = "from pypack.pack_output import PackOutput; PackOutput.check_space = lambda *a: None"
 NO_RESERVE = (
     "from pypack.partial_pack import PartialPack; PartialPack.reserve = lambda self, n: os.ftruncate(self._fd, n)"
 )

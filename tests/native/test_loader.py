@@ -16,7 +16,7 @@ from pypack.errors import NativeError
 
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
-_NAMES = ("store", "acquire", "load", "read", "trace", "trust", "buffer")
+_NAMES = ("registry", "store", "acquire", "load", "read", "trace", "trust", "buffer")
 OURS = [NATIVE / "src" / f"expert_{name}.cpp" for name in _NAMES]
 OPTIONS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fno-access-control", "-U_FORTIFY_SOURCE", "-D_GLIBCXX_ASSERTIONS"]
 SANITIZERS = ("plain", "thread", "address")

@@ -15,8 +15,8 @@ from pypack.discover import find_layers
 from pypack.errors import GGUFError, PackError, SourceMismatchError
 from pypack.gguf_source import read_model
 from pypack.manifest import canonical_sha256
-from pypack.output import Output
 from pypack.pack_format import Index
+from pypack.pack_output import PackOutput
 from pypack.partial_pack import PartialPack
 from pypack.verify import verify
 from tests.unit.test_convert import mixed, names, run
@@ -31,7 +31,7 @@ def forge(model: Path, layers_done: int, index: bytes) -> None:
     """A partial pack of the right size with this index, and a journal with all hashes right."""
     module = import_module("pypack.convert")
     found = read_model(model)
-    plan = module._make_plan(found, find_layers(found), Output(found, None))
+    plan = module._make_plan(found, find_layers(found), PackOutput(found, None))
     partial = model.with_name("model.expert-pack.partial")
     with open(partial, "wb") as file:
         file.truncate(plan.files[0].size_bytes)

@@ -12,12 +12,12 @@ from pypack.journal import temporary_path
 from pypack.pack import MANIFEST_SUFFIX, PACK_SUFFIX, manifest_path, pack_path_for
 from pypack.user_values import check_path
 
-__all__ = ["Output"]
+__all__ = ["PackOutput"]
 
 _PATH_MAX = 4096  # of Linux, with the final zero
 
 
-class Output:
+class PackOutput:
     """``given``: the pack as the user named it; ``pack``: the file that is written, behind a link if it is one.
 
     Raises UsageError, or OSError.

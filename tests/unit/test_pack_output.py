@@ -75,7 +75,7 @@ def test_links_that_appear_after_the_check(model: Path, monkeypatch: pytest.Monk
     """What opens and makes the files does not follow them either."""
     victim = model.with_name("victim")
     victim.write_bytes(b"precious")
-    monkeypatch.setattr(import_module("pypack.output").Output, "check_writable", lambda self: None)
+    monkeypatch.setattr(import_module("pypack.pack_output").PackOutput, "check_writable", lambda self: None)
     for suffix in OWN_NAMES:
         for make in (os.symlink, os.link):
             make(victim, beside(model, suffix))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ NONE, LAYER = llama_cpp.LLAMA_SPLIT_MODE_NONE, llama_cpp.LLAMA_SPLIT_MODE_LAYER
 _KNOWN = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"self", "kwargs"}
 
 
+_log = logging.getLogger(__name__)
 _open: WeakSet[Llama] = WeakSet()
 _has_loaded = False
 _forked_after_a_load = False
@@ -45,7 +47,10 @@ def _forget_all() -> None:
     global _forked_after_a_load
     _forked_after_a_load = _has_loaded
     for llm in list(_open):
-        llm._forget()
+        try:
+            llm._forget()
+        except Exception:  # the others must be forgotten all the same
+            _log.exception("a model of the parent could not be let go of completely")
     _open.clear()
 
 
@@ -60,6 +65,13 @@ def _refuse_without_pack(options: dict[str, Any]) -> None:
         raise UsageError(
             f"{', '.join(unused)} would have no effect without expert_pack: give expert_pack=True or the path of the "
             f"pack, or leave {'it' if len(unused) == 1 else 'them'} out"
+        )
+
+
+def _refuse_interval_alone(interval_s: object) -> None:
+    if interval_s != inspect.signature(Llama.__init__).parameters["expert_stats_interval"].default:
+        raise UsageError(
+            "expert_stats_interval would have no effect without expert_stats_path: give expert_stats_path, or leave it out"
         )
 
 
@@ -152,6 +164,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                         "CUDA does not work in a process that was forked after a model had been loaded: "
                         "start this one with multiprocessing's spawn method, or fork before the first load"
                     )
+                if stats_path is None:
+                    _refuse_interval_alone(expert_stats_interval)
                 pack = open_checked(model_path, expert_pack)
                 check_outputs(model_path, pack, {"expert_trace": trace_path, "expert_stats_path": stats_path})
                 self._trace = TraceFile(trace_path) if trace_path is not None else None
@@ -262,12 +276,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         inherited: Any = _Inherited()
         if not isinstance(vars(self)["_model"], _Closed):
             self.__dict__.update(_model=inherited, _ctx=inherited, _batch=inherited, tokenizer_=inherited)
-        if self._provider is not None:
-            self._provider.forget()
-        for output in (self._stats_writer, self._trace):
+        provider, outputs = self._provider, (self._stats_writer, self._trace)
+        self._provider, self._stats_writer, self._trace = inherited, None, None
+        if provider is not None:
+            provider.forget()
+        for output in outputs:
             if output is not None:
                 output.close()
-        self._provider, self._stats_writer, self._trace = inherited, None, None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **self._expert_args}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import urllib.parse
@@ -11,11 +12,13 @@ from typing import Any
 from bridge._provider import ffi, lib
 from pypack.errors import UsageError
 from pypack.gguf_source import SHARD_NAME
-from pypack.output_file import open_output, refuse_same_file
+from pypack.output_file import open_output, refuse_same_file, what_to_give
 from pypack.pack import Pack, manifest_path
 from pypack.trace_format import MAGIC
 
 __all__ = ["TraceFile", "check_outputs", "path_of_child"]
+
+_CHILD_NAME_MAX = 100  # of 255 bytes that a file's name may have
 
 
 class TraceFile:
@@ -58,15 +61,14 @@ class TraceFile:
         except OSError as error:
             self.close()
             raise UsageError(
-                f"{self.path}: the expert trace can't be written: {error.strerror}; "
-                "give a file in a folder that exists and is writable"
+                f"{self.path}: the expert trace can't be written: {error.strerror}; {what_to_give(error)}"
             ) from error
         self._header = header
         self._trace = lib.expert_trace_new(self._fd, os.fsencode(self.path))
 
 
 def _is_trace(head: bytes) -> bool:
-    return MAGIC.startswith(head[: len(MAGIC)])
+    return head.startswith(MAGIC)
 
 
 def check_outputs(model_path: str, pack: Pack, outputs: dict[str, str | None]) -> None:
@@ -97,6 +99,7 @@ def path_of_child(path: str, child: str | None) -> str:
     except OSError:
         pass
     place = Path(path)
-    return (
-        str(place.with_name(f"{place.stem}.{urllib.parse.quote(child, safe='')}{place.suffix}")) if place.name else path
-    )
+    name = urllib.parse.quote(child, safe="")
+    if len(name) > _CHILD_NAME_MAX:
+        name = f"{name[:_CHILD_NAME_MAX]}-{hashlib.sha256(child.encode(errors='surrogateescape')).hexdigest()[:8]}"
+    return str(place.with_name(f"{place.stem}.{name}{place.suffix}")) if place.name else path

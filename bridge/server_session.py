@@ -59,6 +59,8 @@ class _Session:
         trace_path = _output("expert_trace", request.trace, request)
         stats_path = _output("expert_stats_path", request.stats_file, request)
         interval_s = _seconds(_given(request.stats_interval, "10"))
+        if stats_path is None and request.stats_interval != ffi.NULL:
+            raise UsageError("expert_stats_interval would have no effect without expert_stats_path: give both or none")
         self.pack = open_checked(model_path, True if pack_path == "auto" else pack_path)
         _refuse_contradictions(request, self.pack)
         check_outputs(model_path, self.pack, {"expert_trace": trace_path, "expert_stats_path": stats_path})

@@ -50,7 +50,7 @@ from pypack.pack_output import PackOutput
 from pypack.partial_pack import PartialPack, write_error
 from pypack.progress import Progress, Silent
 from pypack.regular_file import open_regular
-from pypack.samples import expert_difference
+from pypack.samples import expert_difference, hole_in_experts
 from pypack.workers import check_jobs, map_in_order
 
 DEFAULT_SAFETY_MARGIN_BYTES = 1 << 30
@@ -102,6 +102,11 @@ def convert(
         if not force and _is_finished(out, model, plan):
             return replace(reused, leftover=_leftover(out, restart))
         out.check_writable()
+        hole = hole_in_experts(model, list(plan.layers))
+        if hole:
+            raise GGUFError(
+                f"{hole}: its experts were punched out, or it was not downloaded completely; convert a whole copy of the model"
+            )
         with PartialPack(out.partial, out.guard) as partial:
             # Again, now that no other conversion can be finishing it.
             if not force and (_is_finished(out, model, plan) or _finish_published(out, model, plan)):

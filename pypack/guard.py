@@ -45,6 +45,7 @@ class Guard:
                     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
                 except FileExistsError:
                     continue  # another run was faster
+                self._give(fd)
             try:
                 self._check(path, os.fstat(fd))
                 self._restrict(fd)
@@ -58,6 +59,7 @@ class Guard:
         self.check_name(path)
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
+        self._give(fd)
         self._restrict(fd)
         return fd
 
@@ -73,6 +75,16 @@ class Guard:
             problem = f"the file has {info.st_nlink} names"
         if problem:
             raise UsageError(f"{path} is in the way ({problem}): move it away, or choose another --output")
+
+    def _give(self, fd: int) -> None:
+        """Who may read the model may read its pack: owner and group are the model's, as far as this user can do that."""
+        model = self._shards[0]
+        for owner, group in ((model.st_uid, model.st_gid), (-1, model.st_gid)):
+            try:
+                os.fchown(fd, owner, group)
+                return
+            except OSError:
+                continue
 
     def _restrict(self, fd: int) -> None:
         """Takes away what a group other than the model's, or an earlier run, would get too much."""

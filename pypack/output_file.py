@@ -13,8 +13,9 @@ from pathlib import Path
 from pypack.errors import UsageError
 from pypack.regular_file import open_regular
 
-__all__ = ["check_writable", "lock", "open_output", "own_stream", "refuse_same_file", "write_output"]
+__all__ = ["check_writable", "lock", "open_output", "own_stream", "refuse_same_file", "what_to_give", "write_output"]
 
+READ_ONLY = "it is read-only"
 _HEAD_BYTES = 1 << 16  # of a file, to tell what it is
 
 
@@ -85,7 +86,7 @@ def write_output(path: str | os.PathLike[str], data: bytes, is_ours: Callable[[b
 def check_writable(found: os.stat_result) -> None:
     """Raises OSError for a file without any permission to write: root could, but somebody meant it to stay."""
     if not found.st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
-        raise OSError(errno.EACCES, "it is read-only")
+        raise OSError(errno.EACCES, READ_ONLY)
 
 
 def lock(fd: int) -> None:
@@ -96,6 +97,18 @@ def lock(fd: int) -> None:
         raise OSError(error.errno, "it is being written by another run") from None
     except OSError:  # a file system without locks
         pass
+
+
+def what_to_give(error: OSError) -> str:
+    """The rest of a sentence about an output that can't be opened."""
+    if (
+        error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+        and error.strerror != READ_ONLY
+    ):
+        return "give a file in a folder that exists and is writable"
+    return (
+        "give a file of its own" if error.errno != errno.ENOSPC else "free some space, or give a file on another disk"
+    )
 
 
 def own_stream(found: os.stat_result) -> int:

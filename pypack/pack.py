@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from pypack.discover import find_layers
-from pypack.errors import PackError, SourceMismatchError
+from pypack.errors import PackError, SourceMismatchError, UsageError
 from pypack.fingerprint import source_difference, source_fingerprint
 from pypack.gguf_source import GGUFModel, model_stem, read_model
 from pypack.layout import ALIGNMENT, Extent, Layer, payload_bytes
@@ -106,8 +106,14 @@ class Pack:
         return found.first_key + expert
 
 
+def _refuse_nameless(path: Path, wanted: str) -> None:
+    if not path.name:  # "." or "/"
+        raise UsageError(f"{path} is a folder: give the path of {wanted}")
+
+
 def manifest_path(pack_path: Path) -> Path:
     """Where the manifest of a pack lies: beside it. For a link that has none beside it, beside the pack itself."""
+    _refuse_nameless(pack_path, f"an {PACK_SUFFIX} file")
     beside = pack_path.with_name(pack_path.name + MANIFEST_SUFFIX)
     if pack_path.is_symlink() and not os.path.lexists(beside):
         return Path(os.path.realpath(pack_path) + MANIFEST_SUFFIX)
@@ -116,6 +122,7 @@ def manifest_path(pack_path: Path) -> Path:
 
 def pack_path_for(model_path: str | os.PathLike[str]) -> Path:
     """Where the pack of a model lies unless said otherwise: beside it, with its name."""
+    _refuse_nameless(Path(model_path), "a GGUF")
     return Path(model_path).with_name(model_stem(model_path) + PACK_SUFFIX)
 
 

@@ -14,7 +14,7 @@ from pypack.gguf_source import GGUFModel
 from pypack.layout import Layer
 from pypack.regular_file import open_regular
 
-__all__ = ["SAMPLE_BYTES", "expert_difference", "read_ranges"]
+__all__ = ["SAMPLE_BYTES", "expert_difference", "hole_in_experts", "read_ranges"]
 
 SAMPLE_BYTES = 4096
 _EXPERTS = 4  # of each tensor: the first, the last, two between
@@ -45,15 +45,32 @@ def expert_difference(model: GGUFModel, layers: Sequence[Layer], pack_path: Path
     return None
 
 
-def _is_punched_out(path: Path, place: Range, data: bytes) -> bool:
-    """Whether the file has a hole there: whoever has the pack may give the experts' room in the model back."""
-    if any(data):
-        return False
+def hole_in_experts(model: GGUFModel, layers: Sequence[Layer]) -> str | None:
+    """Where a file of the model has a hole in place of experts, as part of a sentence; None if it has none.
+
+    They were punched out once there was a pack, or the download is not complete. Raises OSError.
+    """
+    for layer in layers:
+        for role in layer.roles:
+            tensor = model.tensors[role.tensor]
+            path = model.shards[tensor.file_id].path
+            at = _next_hole(path, tensor.offset)
+            if at < tensor.offset + tensor.size_bytes:
+                return f"{path} has a hole at byte {at}, in {role.tensor}"
+    return None
+
+
+def _next_hole(path: Path, offset: int) -> int:
     fd = open_regular(path)
     try:
-        return os.lseek(fd, place[0], os.SEEK_HOLE) < sum(place)
+        return os.lseek(fd, offset, os.SEEK_HOLE)
     finally:
         os.close(fd)
+
+
+def _is_punched_out(path: Path, place: Range, data: bytes) -> bool:
+    """Whether the file has a hole there: whoever has the pack may give the experts' room in the model back."""
+    return not any(data) and _next_hole(path, place[0]) < sum(place)
 
 
 def _samples(n_expert: int, role_bytes: int) -> Iterable[tuple[int, int, int]]:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pypack.counters import ExpertStats
 from pypack.errors import UsageError
-from pypack.output_file import check_writable, lock, open_output, own_stream
+from pypack.output_file import check_writable, lock, open_output, own_stream, what_to_give
 from pypack.regular_file import check_regular
 
 __all__ = ["StatsWriter"]
@@ -31,6 +31,10 @@ __all__ = ["StatsWriter"]
 _log = logging.getLogger(__name__)
 _KEYS = {"acquires", "hits", "misses", "evictions"}
 _NOBODY_READS = (errno.ENXIO, errno.EPIPE, errno.EAGAIN)
+
+# A child that is forked in the middle of an update would inherit half of it.
+_writing = threading.Lock()
+os.register_at_fork(before=_writing.acquire, after_in_parent=_writing.release, after_in_child=_writing.release)
 
 
 class StatsWriter:
@@ -41,18 +45,18 @@ class StatsWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], interval_s: float, snapshot: Callable[[], ExpertStats]) -> None:
-        self._path = Path(path)
+        self._path = Path(os.path.abspath(path))  # noqa: PTH100 (keeps links); the working folder may change
         self._interval_s = _checked_interval(interval_s)
         self._snapshot = snapshot
-        self._locked = -1  # the file that is there now
+        self._target: Path | None = None  # what is replaced; None: the path gets lines
+        self._locked = -1  # the file that is there now, by this run
         try:
             self._take()
             self._write()
         except OSError as error:
             self._release()
             raise UsageError(
-                f"{self._path}: the statistics file cannot be written: {error.strerror}; "
-                "give a file in a folder that exists and is writable"
+                f"{self._path}: the statistics file cannot be written: {error.strerror}; {what_to_give(error)}"
             ) from error
         self._pid = os.getpid()
         self._closing = threading.Event()
@@ -79,14 +83,16 @@ class StatsWriter:
                 return
 
     def _take(self) -> None:
-        """Lock what is there, if it is a file that will be replaced."""
-        if self._is_replaced() and self._path.exists():
-            self._locked = open_output(self._path, _is_statistics, "statistics")
+        """Decide for the whole run what is written how; lock what is there, if it is a file that will be replaced."""
+        if self._is_replaced():
+            self._target = Path(os.path.realpath(self._path))
+            if self._target.exists():
+                self._locked = open_output(self._target, _is_statistics, "statistics")
 
     def _release(self) -> None:
-        if self._locked >= 0:
-            os.close(self._locked)
-            self._locked = -1
+        fd, self._locked = self._locked, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _is_replaced(self) -> bool:
         """Else it gets lines. Raises OSError if neither is possible."""
@@ -102,10 +108,11 @@ class StatsWriter:
 
     def _write(self) -> None:
         line = json.dumps(self._snapshot().to_dict()).encode() + b"\n"
-        if self._is_replaced():
-            self._replace(line)
-        else:
-            self._append(line)
+        with _writing:
+            if self._target is not None:
+                self._replace(self._target, line)
+            else:
+                self._append(line)
 
     def _append(self, line: bytes) -> None:
         """Never waits for whoever reads; what nobody takes is left out."""
@@ -117,6 +124,8 @@ class StatsWriter:
                 return
             fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             try:
+                if stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise OSError(errno.EEXIST, "a file has taken its place")
                 os.write(fd, line)
             finally:
                 os.close(fd)
@@ -124,8 +133,8 @@ class StatsWriter:
             if error.errno not in _NOBODY_READS:
                 raise
 
-    def _replace(self, data: bytes) -> None:
-        target = Path(os.path.realpath(self._path))
+    def _replace(self, target: Path, data: bytes) -> None:
+        self._check_place(target)
         partial = target.with_name(f".expert-stats.{os.getpid()}.{secrets.token_hex(4)}.partial")
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -142,6 +151,15 @@ class StatsWriter:
             raise
         self._release()
         self._locked = fd
+
+    def _check_place(self, target: Path) -> None:
+        """What this run has not written there must stay: somebody moved it over our file, or made it since."""
+        try:
+            found = target.lstat()
+        except FileNotFoundError:
+            return
+        if self._locked < 0 or not os.path.samestat(found, os.fstat(self._locked)):
+            raise OSError(errno.EEXIST, "another file has taken its place, which would be lost")
 
 
 def _checked_interval(interval_s: float) -> float:

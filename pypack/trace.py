@@ -151,7 +151,7 @@ def _decode(data: bytes | bytearray, path: str | os.PathLike[str], allow_cut: bo
         if not allow_cut:
             raise TraceError(
                 f"{path} has no end mark: the run was killed, is still going on, or could not write; "
-                "allow a cut-off trace to use what is there"
+                "--allow-cut (in Python allow_cut=True) uses what is there"
             )
         records, end = body[: len(body) // 2 * 2], None
     else:

@@ -17,6 +17,7 @@ from pypack.gguf_source import read_model
 from pypack.os_errors import os_errors
 from pypack.pack import Pack, open_pack
 from pypack.progress import Progress, Silent
+from pypack.samples import hole_in_experts
 from pypack.workers import check_jobs, map_in_order
 
 
@@ -62,7 +63,15 @@ def verify(
 
 def _verify_blocks(pack: Pack, source: str | os.PathLike[str] | None, jobs: int, progress: Progress) -> None:
     with ExitStack() as stack:
-        model = stack.enter_context(BlockSource(read_model(source))) if source is not None else None
+        model = None
+        if source is not None:
+            found = read_model(source)
+            hole = hole_in_experts(found, pack.layers)
+            if hole:
+                raise SourceMismatchError(
+                    f"{hole}: its experts are not there and can't be compared; verify the pack without --source, and keep it"
+                )
+            model = stack.enter_context(BlockSource(found))
         reader = RangeReader(pack.path)
         stack.callback(reader.close)
         checker = _Checker(pack, reader, model, Path(source) if source is not None else None)

@@ -168,6 +168,15 @@ def test_empty_paths_on_the_command_line(args: list[str]) -> None:
     assert b"it must be the path of a file, not" in done.stderr
 
 
+@pytest.mark.parametrize("path", [".", "/", "./", ".."])
+def test_folders_in_place_of_files(path: str) -> None:
+    for args in (["convert", path], ["verify", path], ["inspect", path]):
+        done = run(*args)
+        assert done.returncode == 1
+        assert done.stderr.startswith(b"error: ") and done.stderr.count(b"\n") == 1
+        assert b"older" in done.stderr or b"irectory" in done.stderr
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["model.gguf", "model-00001-of-00002.gguf", "model-00002-of-00002.gguf"])
 def test_a_fifo_as_model_or_shard(name: str, tmp_path: Path) -> None:

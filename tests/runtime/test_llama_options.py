@@ -375,3 +375,16 @@ def test_experts_that_llama_cpp_cannot_compute_are_refused(name: str, tmp_path: 
 
 def test_the_refused_types_are_those_that_crash_stock() -> None:
     assert set(REFUSED_TYPES) == NOT_COMPUTED_TYPES
+
+
+def test_an_interval_without_a_file_for_the_statistics(tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    with pytest.raises(UsageError, match="expert_stats_interval would have no effect without expert_stats_path"):
+        load(path, expert_stats_interval=5.0)
+
+
+def test_a_folder_in_place_of_a_pack_or_a_model(tmp_path: Path) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    for model, pack in ((path, "."), (path, "/"), (".", True)):
+        with pytest.raises(ExpertPackError, match=r"is a folder|Is a directory"):
+            load(Path(model), expert_pack=pack)

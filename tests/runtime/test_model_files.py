@@ -12,9 +12,10 @@ import pytest
 
 from bench.make_model import make_model
 from pypack.convert import convert
-from pypack.errors import ExpertPackError, ReadError, SourceMismatchError
+from pypack.errors import ExpertPackError, GGUFError, ReadError, SourceMismatchError
 from pypack.gguf_source import read_model
 from pypack.pack import find_pack
+from pypack.verify import verify
 from tests.runtime.packed import bits, load, loaded, variant
 from tests.runtime.test_bytes import expert_ranges
 
@@ -58,6 +59,15 @@ def test_experts_that_were_punched_out_of_the_model_are_not_missed(tmp_path: Pat
     with loaded(path) as llm:
         llm.eval([1, 2, 3])
         assert (bits(llm) == expected).all()
+    pack = find_pack(path)
+    before = pack.read_bytes()
+    with pytest.raises(SourceMismatchError, match=r"has a hole at byte \d+, in blk\.0\..*keep it"):
+        verify(pack, deep=True, source=path)
+    verify(pack, deep=True)
+    for output in (None, tmp_path / "other.expert-pack"):
+        with pytest.raises(GGUFError, match=r"has a hole at byte \d+, in blk\.0\..*convert a whole copy"):
+            convert(path, output, force=True)
+    assert pack.read_bytes() == before and not (tmp_path / "other.expert-pack").exists()
     for file, offset, length in expert_ranges(path):
         with file.open("r+b") as zeroed:
             zeroed.seek(offset)

@@ -168,6 +168,8 @@ def test_where_the_models_of_a_router_write(tmp_path: Path) -> None:
         (str(tmp_path), "x", str(tmp_path)),
     ):
         assert path_of_child(path, child) == expected
+    long = [path_of_child("run.trace", f"{n}".rjust(60, "ü")) for n in range(2)]
+    assert long[0] != long[1] and all(len(name) < 200 and name.endswith(".trace") for name in long)
 
 
 def test_a_trace_goes_on_with_the_same_model_only(tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ REFUSED = [
         ["--expert-stats-file", "{link}"],
         "link: --expert-stats-file is the same file as the pack: give it a file of its own",
     ),
+    (["--expert-stats-interval", "5"], "--expert-stats-interval would have no effect without --expert-stats-file"),
+    (["--expert-pack", "."], ". is a folder: give the path of an .expert-pack file"),
     (["--expert-verify", "maybe"], "--expert-verify must be one of first, off, every, not 'maybe'"),
     (["--expert-policy", "fifo"], "there is no cache policy 'fifo': choose one of"),
     (["--expert-stage-slots", "0"], "--expert-stage-slots must be a whole number from 1 to 1024, not 0"),

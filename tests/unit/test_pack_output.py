@@ -260,8 +260,21 @@ def test_the_umask_counts(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("umask")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to anybody")
+def test_who_may_read_the_model_may_read_its_pack(model: Path) -> None:
+    """Root converts what a service reads as another user, or by its group."""
+    os.chown(model, 12344, 12345)
+    model.chmod(0o640)
+    run(model)
+    for suffix in ("", ".manifest.json"):
+        info = Path(f"{model.with_suffix('.expert-pack')}{suffix}").stat()
+        assert (info.st_uid, info.st_gid, info.st_mode & 0o777) == (12344, 12345, 0o640)
+
+
+@pytest.mark.usefixtures("umask")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to any group")
-def test_another_group_gets_only_what_all_others_may(model: Path) -> None:
+def test_another_group_gets_only_what_all_others_may(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fchown", lambda *_: (_ for _ in ()).throw(PermissionError()))  # as for most users
     os.chown(model, -1, 12345)
     for of_model, of_pack in ((0o640, 0o600), (0o644, 0o644)):
         model.chmod(of_model)

@@ -306,6 +306,7 @@ def _is_finished(out: PackOutput, model: GGUFModel, plan: Manifest) -> bool:
     try:
         pack = open_pack(path)
     except PackError as error:
+        out.guard.check_name(out.pack, is_renamed_over=True)  # what --force would not replace either
         raise UsageError(
             f"{path} is in the way and is no finished pack ({error}): use --force to replace it"
         ) from error

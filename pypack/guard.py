@@ -78,13 +78,11 @@ class Guard:
 
     def _give(self, fd: int) -> None:
         """Who may read the model may read its pack: owner and group are the model's, as far as this user can do that."""
-        model = self._shards[0]
-        for owner, group in ((model.st_uid, model.st_gid), (-1, model.st_gid)):
-            try:
-                os.fchown(fd, owner, group)
-                return
-            except OSError:
-                continue
+        for model in self._shards[:1]:
+            for owner in (model.st_uid, -1):
+                with contextlib.suppress(OSError):
+                    os.fchown(fd, owner, model.st_gid)
+                    return
 
     def _restrict(self, fd: int) -> None:
         """Takes away what a group other than the model's, or an earlier run, would get too much."""

@@ -25,6 +25,7 @@ from pypack.counters import ExpertStats
 from pypack.errors import UsageError
 from pypack.output_file import check_writable, lock, open_output, own_stream, what_to_give
 from pypack.regular_file import check_regular
+from pypack.user_values import shown
 
 __all__ = ["StatsWriter"]
 
@@ -167,7 +168,7 @@ def _checked_interval(interval_s: float) -> float:
     with contextlib.suppress(TypeError, OverflowError):
         if math.isfinite(interval_s) and interval_s > 0:
             return min(interval_s, threading.TIMEOUT_MAX)
-    raise UsageError(f"the statistics interval must be a number of seconds above 0, not {interval_s!r}")
+    raise UsageError(f"the statistics interval must be a number of seconds above 0, not {shown(interval_s)}")
 
 
 def _is_statistics(head: bytes) -> bool:

@@ -309,3 +309,12 @@ def test_a_partial_pack_beside_a_finished_one_is_named(model: Path, monkeypatch:
     assert run(model, restart=True).leftover is None
     assert not left.exists() and not beside(model, ".partial.json").exists()
     assert run(model).leftover is None
+
+
+def test_force_is_not_named_where_it_does_not_help(model: Path) -> None:
+    pack = beside(model, "")
+    for make in (pack.mkdir, lambda: pack.hardlink_to(model)):
+        make()
+        with pytest.raises(UsageError, match=r"is in the way \(.*\): move it away, or choose another --output"):
+            run(model)
+        pack.rmdir() if pack.is_dir() else pack.unlink()

@@ -172,6 +172,13 @@ def test_where_the_models_of_a_router_write(tmp_path: Path) -> None:
     assert long[0] != long[1] and all(len(name) < 200 and name.endswith(".trace") for name in long)
 
 
+def test_the_first_letters_of_a_trace_are_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "x.trace").write_bytes(b"LXP")
+    with pytest.raises(UsageError, match="holds something else than an expert trace.*; give a file of its own"):
+        TraceFile(str(tmp_path / "x.trace")).begin(b"LXPTRACE, one")
+    assert (tmp_path / "x.trace").read_bytes() == b"LXP"
+
+
 def test_a_trace_goes_on_with_the_same_model_only(tmp_path: Path) -> None:
     trace = TraceFile(str(tmp_path / "x.trace"))
     first = trace.begin(b"LXPTRACE, one")

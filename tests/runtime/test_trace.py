@@ -174,7 +174,7 @@ def test_where_the_models_of_a_router_write(tmp_path: Path) -> None:
 
 def test_the_first_letters_of_a_trace_are_no_trace(tmp_path: Path) -> None:
     (tmp_path / "x.trace").write_bytes(b"LXP")
-    with pytest.raises(UsageError, match="holds something else than an expert trace.*; give a file of its own"):
+    with pytest.raises(UsageError, match=r"holds something else than an expert trace.*; give a file of its own"):
         TraceFile(str(tmp_path / "x.trace")).begin(b"LXPTRACE, one")
     assert (tmp_path / "x.trace").read_bytes() == b"LXP"
 

@@ -2,7 +2,7 @@
 #   make build   environment in .venv and the patched llama.cpp        make stock   unpatched llama.cpp, to compare with
 #   make check   format, lint, types                                   make bench   stock against the pack; what bounds it
 #   make gpu-test   with an NVIDIA GPU: build with CUDA, test and measure against stock (about half an hour);
-#                   bench/gpu_compare.sh, as root, compares under a small memory
+#                   bench/gpu/gpu_compare.sh, as root, compares under a small memory
 # MODEL=/path/to/model.gguf make demo runs the demo on a model of yours. CUDA=1 builds the CUDA backend.
 # What each step printed is in build/logs.
 
@@ -75,11 +75,11 @@ stock: $(VENV)/tools
 # MODEL=/path/to/model.gguf make bench compares with a model of yours
 bench: build stock $(VENV)/for-test
 	@mkdir -p build/bench
-	@test -n "$(MODEL)" || test -e $(BENCH_MODEL) || $(BIN)/python -m bench.make_model $(BENCH_MODEL) --preset demo --layers 36 > /dev/null
+	@test -n "$(MODEL)" || test -e $(BENCH_MODEL) || $(BIN)/python -m lab.make_model $(BENCH_MODEL) --preset demo --layers 36 > /dev/null
 	$(BIN)/python -m bench.compare --model "$(or $(MODEL),$(BENCH_MODEL))" --ram-cap 25% --cap-if-possible --cache 25% \
 		--out build/bench/compare.jsonl --report build/bench
-	$(BIN)/python -m bench.reader_bandwidth build/bench --rounds 2 --out build/bench/reader.jsonl
-	$(BIN)/python -m bench.convert_speed "$(or $(MODEL),$(BENCH_MODEL))" build/bench --rounds 1 --out build/bench/convert.jsonl
+	$(BIN)/python -m bench.drive.reader_bandwidth build/bench --rounds 2 --out build/bench/reader.jsonl
+	$(BIN)/python -m bench.drive.convert_speed "$(or $(MODEL),$(BENCH_MODEL))" build/bench --rounds 1 --out build/bench/convert.jsonl
 
 # needs nvcc, no GPU; the toolkit may lack cuBLAS, whose headers a Python package has
 cuda-check: build

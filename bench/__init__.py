@@ -1,1 +1,1 @@
-"""Synthetic models, comparison runs and plots."""
+"""Measures, against stock llama.cpp and against what the hardware gives. Imports no tests."""

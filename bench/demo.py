@@ -19,13 +19,13 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.make_model import make_model
-from bench.stock import ROOT, STOCK_LIB, environment, llama_class
-from pypack.convert import convert
-from pypack.errors import ExpertPackError
-from pypack.pack import open_pack
-from pypack.progress import for_stderr
-from pypack.verify import verify
+from lab.make_model import make_model
+from lab.stock import ROOT, STOCK_LIB, environment, llama_class
+from llama_expert_pack.pypack.command.progress import for_stderr
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.convert.verify import verify
+from llama_expert_pack.pypack.errors import ExpertPackError
+from llama_expert_pack.pypack.format.pack import open_pack
 
 SAMPLE = ROOT / "bench" / "data" / "sample-moe.gguf"
 PROMPT = "Give an example of a bias that can exist in an AI algorithm."

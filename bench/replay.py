@@ -26,13 +26,13 @@ from bench.replaying.cache import Counts, replay, replay_as_recorded
 from bench.replaying.charts import draw_hit_rates
 from bench.replaying.native import has_twin, replay_compiled
 from bench.replaying.synthetic import PRESETS, synthetic_trace
-from pypack.budget import parse_size
-from pypack.errors import BudgetError, ExpertPackError
-from pypack.heat import is_picture
-from pypack.output_file import write_output
-from pypack.policy import DEFAULT_POLICY, POLICIES, make_policy
-from pypack.printable import printable
-from pypack.trace import Trace, read_trace
+from llama_expert_pack.pypack.command.heat import is_picture
+from llama_expert_pack.pypack.errors import BudgetError, ExpertPackError
+from llama_expert_pack.pypack.policy.registry import DEFAULT_POLICY, POLICIES, make_policy
+from llama_expert_pack.pypack.printable import printable
+from llama_expert_pack.pypack.system.output_file import write_output
+from llama_expert_pack.pypack.trace.trace import Trace, read_trace
+from llama_expert_pack.pypack.values.sizes import parse_size
 
 BELADY, BYPASS = "belady", "belady-bypass"
 DEFAULT_BUDGETS = "0.5%,1%,2%,4%,8%,14%,25%,50%"

@@ -1,1 +1,1 @@
-"""Joins pypack and the patched llama.cpp: ``bridge.llama`` for Python, ``bridge.server`` for HTTP."""
+"""Joins pypack and native: Llama, llama-server, the provider. Holds no policy and no format."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pypack.errors import NativeError
+from ..pypack.errors import NativeError
 
 LLAMA_CPP_PYTHON_VERSION = "0.3.36"
 REBUILD = "reinstall llama-expert-pack on this machine (`make clean build` in a clone)"
@@ -40,7 +40,7 @@ _CPU_FLAGS = {
 @cache
 def library_dir() -> Path:
     """Folder of the patched libraries. Raises NativeError if they were not built."""
-    spec = importlib.util.find_spec("bridge._provider")
+    spec = importlib.util.find_spec("llama_expert_pack.bridge._provider")
     if spec is None or spec.origin is None:
         raise NativeError(f"the native part of llama-expert-pack is not built: {REBUILD}")
     folder = Path(spec.origin).parent / "lib"
@@ -91,7 +91,7 @@ def check_native() -> None:
     if Path("/proc/cpuinfo").exists():
         check_cpu(build_info()["cpu_features"], Path("/proc/cpuinfo").read_text())
     try:
-        from bridge._provider import lib
+        from ._provider import lib
     except ImportError as error:
         raise NativeError(f"the provider module can't be loaded ({error}): {REBUILD}") from error
     if lib.expert_abi_version() != lib.EXPERT_ABI_VERSION:

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
-from bridge import garbage, interrupts, library, openmp  # noqa: F401 (openmp acts at forks)
-from bridge.model_pack import open_checked, working_set
-from pypack.counters import ExpertStats
-from pypack.errors import DecodeError, UsageError
-from pypack.policy import DEFAULT_POLICY
-from pypack.reader import Verify
-from pypack.stats_file import StatsWriter
-from pypack.user_values import check_path
+from ..pypack.drive.reader import Verify
+from ..pypack.errors import DecodeError, UsageError
+from ..pypack.policy.registry import DEFAULT_POLICY
+from ..pypack.stats.counters import ExpertStats
+from ..pypack.stats.stats_file import StatsWriter
+from ..pypack.values.checks import check_path
+from . import garbage, interrupts, library, openmp  # noqa: F401 (openmp acts at forks)
+from .model_pack import open_checked, working_set
 
 llama_cpp = library.load()
 
-from bridge.outputs import TraceFile, check_outputs  # noqa: E402
-from bridge.provider import Provider  # noqa: E402
+from .outputs import TraceFile, check_outputs  # noqa: E402
+from .provider import Provider  # noqa: E402
 
 NONE, LAYER = llama_cpp.LLAMA_SPLIT_MODE_NONE, llama_cpp.LLAMA_SPLIT_MODE_LAYER
 _KNOWN = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"self", "kwargs"}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pypack.errors import GGUFError
-from pypack.ggml_types import NOT_COMPUTED_TYPES
-from pypack.layout import Layer
-from pypack.pack import Pack, find_pack, open_pack
-from pypack.user_values import check_count, check_path
+from ..pypack.errors import GGUFError
+from ..pypack.format.layout import Layer
+from ..pypack.format.pack import Pack, open_pack
+from ..pypack.ggml_types import NOT_COMPUTED_TYPES
+from ..pypack.source.match import check_source, find_pack
+from ..pypack.values.checks import check_count, check_path
 
 
 def open_checked(model_path: str, expert_pack: str | os.PathLike[str] | bool) -> Pack:
@@ -22,7 +23,7 @@ def open_checked(model_path: str, expert_pack: str | os.PathLike[str] | bool) ->
     if not isinstance(expert_pack, bool):
         check_path("expert_pack", expert_pack)
     pack = open_pack(find_pack(model_path) if isinstance(expert_pack, bool) else expert_pack)
-    pack.check_source(model_path)
+    check_source(pack, model_path)
     for role in (role for layer in pack.layers for role in layer.roles):
         if role.type_name in NOT_COMPUTED_TYPES:
             raise GGUFError(

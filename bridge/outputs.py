@@ -9,12 +9,12 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from bridge._provider import ffi, lib
-from pypack.errors import UsageError
-from pypack.gguf_source import SHARD_NAME
-from pypack.output_file import open_output, refuse_same_file, what_to_give
-from pypack.pack import Pack, manifest_path
-from pypack.trace_format import MAGIC
+from ..pypack.errors import UsageError
+from ..pypack.format.pack import Pack, manifest_path
+from ..pypack.gguf.model import SHARD_NAME
+from ..pypack.system.output_file import open_output, refuse_same_file, what_to_give
+from ..pypack.trace.format import MAGIC
+from ._provider import ffi, lib
 
 __all__ = ["TraceFile", "check_outputs", "path_of_child"]
 

@@ -17,24 +17,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge._provider import ffi, lib
-from bridge.library import build_info
-from pypack.budget import cache_budget, parse_size, plan_pools
-from pypack.cache import N_NEXT, ExpertCache
-from pypack.counters import Counter, Counters, ExpertStats
-from pypack.direct_io import aligned_buffer
-from pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
-from pypack.host_memory import host_memory_free
-from pypack.policy import make_policy
-from pypack.reader import READ_SPLITS_MAX, STAGE_SLOTS_MAX, Reader, check_verify
-from pypack.staging import StagingPool
-from pypack.trace_format import encode_header
-from pypack.user_values import check_count, shown
+from ..pypack.drive.direct_io import aligned_buffer
+from ..pypack.drive.reader import READ_SPLITS_MAX, STAGE_SLOTS_MAX, Reader, check_verify
+from ..pypack.drive.staging import StagingPool
+from ..pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
+from ..pypack.placement.budget import cache_budget, plan_pools
+from ..pypack.placement.cache import N_NEXT, ExpertCache
+from ..pypack.policy.registry import make_policy
+from ..pypack.stats.counters import Counter, Counters, ExpertStats
+from ..pypack.system.host_memory import host_memory_free
+from ..pypack.trace.format import encode_header
+from ..pypack.values.checks import check_count, shown
+from ..pypack.values.sizes import parse_size
+from ._provider import ffi, lib
+from .library import build_info
 
 if TYPE_CHECKING:
-    from bridge.outputs import TraceFile
-    from pypack.pack import Pack
-    from pypack.reader import Verify
+    from ..pypack.drive.reader import Verify
+    from ..pypack.format.pack import Pack
+    from .outputs import TraceFile
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Provider:
     """Experts of one model, from one pack. Create it before the model is loaded, close it after the model is freed.
 
     ``top_k``: experts that a token uses in a layer: the smallest cache. ``cache``: bytes, ``"20GiB"``, ``"60%"``
-    or ``"auto"``, see :func:`pypack.budget.cache_budget`; ``reserve``: memory to leave free. ``trace``: gets
+    or ``"auto"``, see :func:`llama_expert_pack.pypack.placement.budget.cache_budget`; ``reserve``: memory to leave free. ``trace``: gets
     every acquire, see docs/FORMAT.md; it is complete when the provider is closed, and closed by whoever made it.
     Raises :class:`ExpertPackError`.
     """

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bridge import library
-from pypack.errors import NativeError
+from ..pypack.errors import NativeError
+from . import library
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
 
 def _native_main() -> Callable[[list[bytes], bytes], int]:
     try:
-        from bridge.server_session import run
+        from .server_session import run
     except ImportError as error:
         raise NativeError(f"the server's library can't be loaded ({error}): {library.REBUILD}") from error
     return run

@@ -11,19 +11,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bridge._server import ffi, lib
-from bridge.model_pack import gpu_layers, open_checked, working_set
-from bridge.outputs import TraceFile, check_outputs, path_of_child
-from bridge.provider import Provider
-from pypack.budget import parse_size
-from pypack.counters import ExpertStats
-from pypack.errors import ExpertPackError, UsageError
-from pypack.layout import payload_bytes
-from pypack.pack import Pack
-from pypack.policy import DEFAULT_POLICY
-from pypack.printable import printable
-from pypack.stats_file import StatsWriter
-from pypack.user_values import as_number, check_path, shown
+from ..pypack.errors import ExpertPackError, UsageError
+from ..pypack.format.layout import payload_bytes
+from ..pypack.format.pack import Pack
+from ..pypack.policy.registry import DEFAULT_POLICY
+from ..pypack.printable import printable
+from ..pypack.stats.counters import ExpertStats
+from ..pypack.stats.stats_file import StatsWriter
+from ..pypack.values.checks import as_number, check_path, shown
+from ..pypack.values.sizes import parse_size
+from ._server import ffi, lib
+from .model_pack import gpu_layers, open_checked, working_set
+from .outputs import TraceFile, check_outputs, path_of_child
+from .provider import Provider
 
 _log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ def main(module: str, header: str, out: str) -> None:
         raise SystemExit(f"error: {header}: the cffi marks are missing")
     ffi = cffi.FFI()
     ffi.cdef(match.group(1) + CALLBACKS[module])
-    ffi.set_source(f"bridge.{module}", f'#include "{Path(header).name}"')
+    ffi.set_source(f"llama_expert_pack.bridge.{module}", f'#include "{Path(header).name}"')
     ffi.emit_c_code(out)
 
 

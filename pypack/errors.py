@@ -16,7 +16,7 @@ ExpertPackError           one clear sentence; the CLI prints it and exits 1
 
 from __future__ import annotations
 
-from pypack.printable import printable
+from .printable import printable
 
 __all__ = [
     "BudgetError",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pypack.ggml_types import GGML_TYPES
+from llama_expert_pack.pypack.ggml_types import GGML_TYPES
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 _FORMATS = {

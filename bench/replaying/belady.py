@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pypack.policy_base import Ints, Keys, Policy, smallest
+from llama_expert_pack.pypack.policy.base import Ints, Keys, Policy, smallest
 
 __all__ = ["Belady", "BeladyBypass", "future_of"]
 

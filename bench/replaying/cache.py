@@ -1,4 +1,4 @@
-"""The expert cache without its reads: the same slots, policies and order as pypack.cache, as fast as numpy allows.
+"""The expert cache without its reads: the same slots, policies and order as llama_expert_pack.pypack.placement.cache, as fast as numpy allows.
 
 Slots are taken from those that were chosen at the pool's fetch before, while enough of them can go; else free ones
 from the first one up, then the policy's victims. Each goes to the next missing expert in order. Candidates are listed
@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.replaying.belady import Belady, future_of
-from pypack.budget import Pool
-from pypack.cache import N_NEXT
-from pypack.errors import TraceError
-from pypack.policy_base import Policy
-from pypack.trace import Trace
-from pypack.trace_format import Kind
+from llama_expert_pack.pypack.errors import TraceError
+from llama_expert_pack.pypack.placement.cache import N_NEXT
+from llama_expert_pack.pypack.policy.base import Policy
+from llama_expert_pack.pypack.policy.pool import Pool
+from llama_expert_pack.pypack.trace.format import Kind
+from llama_expert_pack.pypack.trace.trace import Trace
 
 __all__ = ["Counts", "replay", "replay_as_recorded"]
 

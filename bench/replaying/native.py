@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from bench.replaying.belady import Belady, BeladyBypass, future_of
 from bench.replaying.cache import Counts
-from pypack.budget import Pool
-from pypack.errors import ExpertPackError
-from pypack.policy_admission import ByBudget, TinyLfu
-from pypack.policy_base import Policy
-from pypack.policy_queues import Arc, S3Fifo, Slru
-from pypack.policy_scores import AgedLfu, FreqAge, FreqThenRecency, Lru, StaticHot
-from pypack.trace import Trace
+from llama_expert_pack.pypack.errors import ExpertPackError
+from llama_expert_pack.pypack.policy.admission import ByBudget, TinyLfu
+from llama_expert_pack.pypack.policy.base import Policy
+from llama_expert_pack.pypack.policy.pool import Pool
+from llama_expert_pack.pypack.policy.queues import Arc, S3Fifo, Slru
+from llama_expert_pack.pypack.policy.scores import AgedLfu, FreqAge, FreqThenRecency, Lru, StaticHot
+from llama_expert_pack.pypack.trace.trace import Trace
 
 __all__ = ["has_twin", "replay_compiled"]
 

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define N_NEXT 64 // of pypack.cache
+#define N_NEXT 64 // of llama_expert_pack.pypack.placement.cache
 
 enum policy { LRU, FREQ_AGE, FREQ_RECENCY, AGED_LFU, STATIC_HOT, SLRU, S3_FIFO, ARC, TINY_LFU, BY_BUDGET, BELADY, BELADY_BYPASS };
 

@@ -22,9 +22,9 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.make_model import make_model
-from pypack.convert import convert
-from pypack.errors import ExpertPackError
+from lab.make_model import make_model
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.errors import ExpertPackError
 
 DATA = Path(__file__).parents[1] / "data"
 SAMPLE = DATA / "sample-moe.gguf"

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pypack.layout import Layer
-from pypack.trace import Trace
-from pypack.trace_format import Kind
+from llama_expert_pack.pypack.format.layout import Layer
+from llama_expert_pack.pypack.trace.format import Kind
+from llama_expert_pack.pypack.trace.trace import Trace
 
 __all__ = ["Habits", "synthetic_trace"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from bench.stock import ROOT, environment, llama_class
+from lab.stock import ROOT, environment, llama_class
 
 TEXT = (
     'In the beginning, God created the heavens and the earth. He said to them, "Don\'t be afraid."\n'

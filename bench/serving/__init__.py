@@ -1,1 +1,1 @@
-"""Runs llama-server, stock or ours, with small local models."""
+"""The server: ten requests, start, hours of clients, upstream's own tests."""

@@ -6,11 +6,11 @@ import os
 import sys
 from pathlib import Path
 
-from bench.stock import ROOT, STOCK_LIB
+from lab.stock import ROOT, STOCK_LIB
 
 STOCK_SERVER = STOCK_LIB / "llama-server"
 KINDS = ("stock", "ours", "packed")
-OUR_SERVER = (sys.executable, "-m", "bridge.server")
+OUR_SERVER = (sys.executable, "-m", "llama_expert_pack.bridge.server")
 
 
 def server_command(kind: str) -> list[str]:

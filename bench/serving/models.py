@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.serving.tokenizer import small_tokenizer
-from bench.synth.gguf_out import read_kv, tokenizer_size, write_gguf
-from bench.synth.model import metadata, tensors
-from bench.synth.shape import Shape
-from pypack.convert import convert
-from pypack.pack import open_pack
+from lab.synth.gguf_out import read_kv, tokenizer_size, write_gguf
+from lab.synth.model import metadata, tensors
+from lab.synth.shape import Shape
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.format.pack import open_pack
 
 REVISION = "0" * 40
 # repository, file in it; tests ask for some by the type in the name, which is not theirs here: all are F16

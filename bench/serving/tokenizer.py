@@ -8,7 +8,7 @@ from typing import Any
 
 from gguf import GGUFReader
 
-from bench.synth.gguf_out import I32, Typed
+from lab.synth.gguf_out import I32, Typed
 
 N_CONTROL_AND_BYTES = 259
 # the first merges that llama's tokenizer learned; with so many, upstream's test prompts fit their contexts

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.stock import STOCK_LIB
-from pypack.convert import convert
-from pypack.discover import find_layers
-from pypack.errors import GGUFError
-from pypack.gguf_source import read_model
-from pypack.pack import open_pack
-from tests.compare import BATCHES, Run, differences, minimum_budget, run_jobs
+from lab.logits import BATCHES, Run, differences, minimum_budget, run_jobs
+from lab.stock import STOCK_LIB
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.errors import GGUFError
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.gguf.model import read_model
+from llama_expert_pack.pypack.source.discover import find_layers
 
 # What upstream writes with routed experts. A new one must be added here, one that vanished removed.
 ARCHITECTURES = [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pypack.convert import convert
-from pypack.pack import open_pack
-from tests.compare import BATCHES, Run, differences, minimum_budget, run_jobs
-from tests.models import VARIANTS
+from lab.logits import BATCHES, Run, differences, minimum_budget, run_jobs
+from lab.variants import VARIANTS
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.format.pack import open_pack
 
 PACKED = {"expert_pack": True, "expert_cache_reserve": 0}
 

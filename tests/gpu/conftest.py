@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.library import build_info
+from llama_expert_pack.bridge.library import build_info
 
 HERE = Path(__file__).parent
 

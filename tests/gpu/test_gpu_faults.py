@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge._provider import lib
-from pypack.direct_io import pread_into
-from pypack.errors import BudgetError
-from pypack.pack import find_pack, open_pack
-from tests.compare import minimum_budget
+from lab.logits import minimum_budget
+from llama_expert_pack.bridge._provider import lib
+from llama_expert_pack.pypack.drive.direct_io import pread_into
+from llama_expert_pack.pypack.errors import BudgetError
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import decode_error, evaluate, flip_byte, loaded, reads, refused, variant
 
 BATCHES = [32, 1, 1, 7, 1]
@@ -87,7 +88,7 @@ def test_a_copy_that_fails_fails_the_decode(model: tuple[Path, np.ndarray], monk
                     return lambda store, slot, block, n: lib.expert_store_fill(store, 1 << 30, block, n)
                 return getattr(lib, name)
 
-        monkeypatch.setattr("bridge.provider.lib", NowhereToCopyTo())
+        monkeypatch.setattr("llama_expert_pack.bridge.provider.lib", NowhereToCopyTo())
         text = decode_error(lambda: evaluate(llm, BATCHES[:1]))
         monkeypatch.undo()
         provider.blocks["fd"] = fds

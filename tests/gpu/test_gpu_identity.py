@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu_identity import BATCHES, BUDGETS, Case, compare, small_models
-from pypack.convert import convert
-from pypack.pack import open_pack
-from tests.compare import Run, differences, minimum_budget, run_jobs
-from tests.models import VARIANTS
+from lab.identity import BATCHES, BUDGETS, Case, compare, small_models
+from lab.logits import Run, differences, minimum_budget, run_jobs
+from lab.variants import VARIANTS
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.format.pack import open_pack
 
 TYPES = ["MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS", "NVFP4", "F16", "BF16"]
 NAMES = [f"type-{name}" for name in TYPES] + [

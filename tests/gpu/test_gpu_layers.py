@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu_identity import compare
-from pypack.pack import find_pack, open_pack
-from tests.compare import differences, minimum_budget
+from lab.identity import compare
+from lab.logits import differences, minimum_budget
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import evaluate, loaded, variant
 
 ON_BOTH = {"tensor_split": [1, 3]}  # by halves, models of two layers would have both on the first

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lab.logits import minimum_budget
 from llama_expert_pack import ExpertPackError
-from pypack.pack import find_pack, open_pack
-from tests.compare import minimum_budget
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import evaluate, load, loaded, variant
 
 GPU = {"n_gpu_layers": -1}

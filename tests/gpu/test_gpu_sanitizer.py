@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pypack.convert import convert
-from pypack.pack import open_pack
-from tests.compare import minimum_budget, run_jobs
-from tests.models import VARIANTS
+from lab.logits import minimum_budget, run_jobs
+from lab.variants import VARIANTS
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.format.pack import open_pack
 
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
 

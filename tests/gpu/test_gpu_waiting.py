@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.gpu_identity import BUDGETS, Case, compare, small_models
-from pypack.direct_io import pread_into
-from pypack.pack import find_pack, open_pack
-from tests.compare import Run, differences, minimum_budget
+from lab.identity import BUDGETS, Case, compare, small_models
+from lab.logits import Run, differences, minimum_budget
+from llama_expert_pack.pypack.drive.direct_io import pread_into
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import decode_error, evaluate, loaded, reads, variant
 
 NAMES = ["type-MXFP4", "type-Q4_K", "many-experts", "expert-biases"]

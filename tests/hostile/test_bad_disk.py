@@ -11,8 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pypack.convert import convert
-from pypack.pack import open_pack
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.source.match import check_source
 from tests.gguf_bytes import tiny_moe
 from tests.pack_tools import manifest_of
 
@@ -20,7 +21,9 @@ from tests.pack_tools import manifest_of
 def in_namespace(script: str, disk: Path, *patches: str) -> subprocess.CompletedProcess[str]:
     """Runs a shell script as (a possibly fake) root; ``$DISK`` is an empty folder to mount on, ``$EXPERT_PACK`` runs
     the command, after the Python statements ``patches``."""
-    code = "\n".join(["import os, errno, resource", *patches, "from pypack.cli import main", "main()"])
+    code = "\n".join(
+        ["import os, errno, resource", *patches, "from llama_expert_pack.pypack.command.cli import main", "main()"]
+    )
     disk.mkdir(exist_ok=True)
     env = os.environ | {
         "DISK": str(disk),
@@ -41,11 +44,11 @@ def only_error(run: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
-EVERY_LAYER = "import sys, pypack.convert; sys.modules['pypack.convert'].CHECKPOINT_INTERVAL_S = 0"
-NO_SPACE_CHECK = "from pypack.pack_output import PackOutput; PackOutput.check_space = lambda *a: None"
-NO_RESERVE = (
-    "from pypack.partial_pack import PartialPack; PartialPack.reserve = lambda self, n: os.ftruncate(self._fd, n)"
+EVERY_LAYER = "import sys, llama_expert_pack.pypack.convert.convert; sys.modules['llama_expert_pack.pypack.convert.convert'].CHECKPOINT_INTERVAL_S = 0"
+NO_SPACE_CHECK = (
+    "from llama_expert_pack.pypack.convert.pack_output import PackOutput; PackOutput.check_space = lambda *a: None"
 )
+NO_RESERVE = "from llama_expert_pack.pypack.convert.partial_pack import PartialPack; PartialPack.reserve = lambda self, n: os.ftruncate(self._fd, n)"
 
 
 def test_full_disk_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
@@ -122,7 +125,7 @@ def test_read_only_folder(tmp_path: Path) -> None:
     )
     assert f"folder {disk} is read-only: choose a folder you may write to with --output" in only_error(run)
     assert run.stdout.splitlines()[:2] == ["1", "model.gguf"]
-    open_pack(out / "model.expert-pack").check_source(model)
+    check_source(open_pack(out / "model.expert-pack"), model)
 
 
 def test_finished_pack_in_a_read_only_folder_is_reused(tmp_path: Path) -> None:

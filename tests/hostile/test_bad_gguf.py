@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pypack.convert import convert
-from pypack.errors import ExpertPackError, GGUFError, ReadError
-from pypack.gguf_source import read_model
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.errors import ExpertPackError, GGUFError, ReadError
+from llama_expert_pack.pypack.gguf.model import read_model
 from tests.gguf_bytes import (
     ARRAY,
     BOOL,

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pypack.convert import convert
-from pypack.errors import PackError
-from pypack.pack import open_pack
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.errors import PackError
+from llama_expert_pack.pypack.format.pack import open_pack
 from tests.gguf_bytes import GGUF, facts, moe_tensors, tiny_moe
 from tests.pack_tools import manifest_of, resign
 

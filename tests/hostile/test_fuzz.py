@@ -20,12 +20,13 @@ from pathlib import Path
 
 import pytest
 
-from pypack.convert import convert
-from pypack.errors import ExpertPackError
-from pypack.ggml_types import GGML_TYPES
-from pypack.inspect_pack import describe, format_table, to_json
-from pypack.pack import open_pack
-from pypack.verify import verify
+from llama_expert_pack.pypack.command.inspect import describe, format_table, to_json
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.convert.verify import verify
+from llama_expert_pack.pypack.errors import ExpertPackError
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.ggml_types import GGML_TYPES
+from llama_expert_pack.pypack.source.match import check_source
 from tests.gguf_bytes import ARRAY, GGUF, STRING, T, array, facts, kv, moe_tensors, split, split_keys, text
 from tests.hostile import mutations
 from tests.pack_tools import manifest_of, resign
@@ -105,7 +106,7 @@ def test_packs(good: Path, tmp_path: Path) -> None:
                 path.write_bytes(mutations.some_bytes(rng, path.read_bytes()))
         if works(lambda: describe(pack)):
             assert format_table(describe(pack)) and to_json(describe(pack))
-            works(lambda: open_pack(pack).check_source(model))
+            works(lambda: check_source(open_pack(pack), model))
             works(lambda: verify(pack, deep=True, source=model, jobs=1))
 
     fuzz(tmp_path / "case", case)
@@ -167,7 +168,7 @@ def check_model(path: Path) -> None:
     if works(lambda: convert(path, jobs=1, safety_margin_bytes=0)):
         pack = path.with_name("model.expert-pack")
         verify(pack, deep=True, source=path, jobs=1)
-        open_pack(pack).check_source(path)
+        check_source(open_pack(pack), path)
         assert format_table(describe(pack)) and to_json(describe(pack))
     else:
         assert not list(path.parent.glob("*.manifest.json"))
@@ -224,7 +225,7 @@ class Stopped(BaseException):
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with what a conversion has left that was stopped after the first of its layers."""
     path = MODEL.write(tmp_path_factory.mktemp("stopped") / "model.gguf")
-    module = import_module("pypack.convert")
+    module = import_module("llama_expert_pack.pypack.convert.convert")
     with pytest.MonkeyPatch.context() as patch:
         real = module.write_atomically
 
@@ -265,7 +266,7 @@ def test_journals(stopped: Path, tmp_path: Path) -> None:
             partial.rename(folder / "model.expert-pack")
         if works(lambda: convert(model, jobs=1, safety_margin_bytes=0)):
             pack = folder / "model.expert-pack"
-            open_pack(pack).check_source(model)
+            check_source(open_pack(pack), model)
             works(lambda: verify(pack, deep=True, source=model, jobs=1))  # a forged digest shows here
         works(lambda: convert(model, jobs=1, safety_margin_bytes=0))
         assert not convert(model, jobs=1, safety_margin_bytes=0, restart=True, force=True).reused

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pypack import describe, find_pack, open_pack
-from pypack.convert import convert
-from pypack.errors import ExpertPackError, ReadError, UsageError
-from pypack.gguf_source import read_model
-from pypack.printable import printable
-from pypack.verify import verify
+from llama_expert_pack import describe, find_pack, open_pack
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.convert.verify import verify
+from llama_expert_pack.pypack.errors import ExpertPackError, ReadError, UsageError
+from llama_expert_pack.pypack.gguf.model import read_model
+from llama_expert_pack.pypack.printable import printable
+from llama_expert_pack.pypack.source.match import check_source
 from tests.gguf_bytes import GGUF, STRING, T, facts, kv, moe_tensors, split, text, tiny_moe
 from tests.pack_tools import resign
 
@@ -24,7 +25,9 @@ EVIL = "\x1b]0;owned\x07\x9b31m\u202eabc\n\r\x85\u2028\x7f"
 
 def run(*args: object) -> subprocess.CompletedProcess[bytes]:
     """A real process: what it writes, byte by byte."""
-    return subprocess.run([sys.executable, "-m", "pypack.cli", *map(str, args)], capture_output=True)
+    return subprocess.run(
+        [sys.executable, "-m", "llama_expert_pack.pypack.command.cli", *map(str, args)], capture_output=True
+    )
 
 
 def assert_harmless(output: bytes) -> None:
@@ -54,7 +57,7 @@ def test_inspect(as_json: list[str], tmp_path: Path) -> None:
 
 def test_names_that_cannot_be_written_in_the_terminals_encoding(tmp_path: Path) -> None:
     model = named("Modèle 模型").write(tmp_path / "model.gguf")
-    script = "import sys; from pypack.cli import main; main(sys.argv[1:])"
+    script = "import sys; from llama_expert_pack.pypack.command.cli import main; main(sys.argv[1:])"
     command = [sys.executable, "-X", "utf8=0", "-c", script, "inspect", str(model)]
     done = subprocess.run(command, capture_output=True, env={"PYTHONIOENCODING": "latin-1:strict"})
     assert (done.returncode, done.stderr) == (0, b"")
@@ -68,7 +71,7 @@ def messages(path: Path, pack: Path) -> list[str]:
         lambda: convert(path, safety_margin_bytes=0),
         lambda: describe(path),
         lambda: open_pack(pack),
-        lambda: open_pack(pack).check_source(path),
+        lambda: check_source(open_pack(pack), path),
         lambda: verify(pack, source=path),
     ):
         try:
@@ -190,7 +193,7 @@ def test_a_fifo_as_model_or_shard(name: str, tmp_path: Path) -> None:
         lambda: convert(path),
         lambda: describe(path),
         lambda: verify(pack, source=path),
-        lambda: open_pack(pack).check_source(path),
+        lambda: check_source(open_pack(pack), path),
     ):
         with pytest.raises(ReadError, match="it is a FIFO, not a regular file"):
             call()

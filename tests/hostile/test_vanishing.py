@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pypack.convert import convert
-from pypack.errors import ExpertPackError
-from pypack.inspect_pack import describe
-from pypack.pack import open_pack
-from pypack.verify import verify
+from llama_expert_pack.pypack.command.inspect import describe
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.convert.verify import verify
+from llama_expert_pack.pypack.errors import ExpertPackError
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.source.match import check_source
 from tests.gguf_bytes import tiny_moe
 
 CALLS = ("open", "stat", "lstat", "fstat", "pread", "preadv", "statvfs", "access", "pathconf", "posix_fadvise")
@@ -47,7 +48,7 @@ WORK: dict[str, Callable[[Path], object]] = {
     "convert": lambda model: convert(model, jobs=1, safety_margin_bytes=0),
     "force": lambda model: convert(model, jobs=1, safety_margin_bytes=0, force=True),
     "verify": lambda model: verify(pack_of(model), deep=True, source=model, jobs=1),
-    "check-source": lambda model: open_pack(pack_of(model)).check_source(model),
+    "check-source": lambda model: check_source(open_pack(pack_of(model)), model),
     "inspect": lambda model: describe(model),
     "inspect-pack": lambda model: describe(pack_of(model)),
 }

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from bridge.library import library_dir
-from pypack.errors import NativeError
+from llama_expert_pack.bridge.library import library_dir
+from llama_expert_pack.pypack.errors import NativeError
 
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from bench.stock import ROOT, STOCK_LIB, environment
+from lab.stock import ROOT, STOCK_LIB, environment
+from lab.variants import VARIANTS
 from llama_expert_pack import Llama
-from pypack.convert import convert
-from pypack.direct_io import pread_into
-from pypack.errors import DecodeError
-from tests.models import VARIANTS
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.drive.direct_io import pread_into
+from llama_expert_pack.pypack.errors import DecodeError
 
 SMALL = {"n_ctx": 256, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1, "logits_all": True, "verbose": False}
 
 
 def variant(name: str, folder: Path) -> Path:
-    """A model of tests/models.py with its pack beside it."""
+    """A model of lab/variants.py with its pack beside it."""
     path = VARIANTS[name](folder)
     convert(path)
     return path

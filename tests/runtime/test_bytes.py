@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.make_model import make_model
-from pypack.convert import convert
-from pypack.discover import find_layers
-from pypack.gguf_source import read_model
-from pypack.pack import find_pack, open_pack
+from lab.make_model import make_model
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.gguf.model import read_model
+from llama_expert_pack.pypack.source.discover import find_layers
+from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import evaluate, loaded, run_python, tokens_at, variant
 
 BATCHES = [40, 1, 1, 7]
@@ -32,7 +33,7 @@ def test_garbage_in_place_of_the_experts_changes_nothing(
     name: str, use_mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model does not look at the GGUF's experts. Who checks that the pack fits it does: that is left out here."""
-    monkeypatch.setattr("pypack.pack.expert_difference", lambda *_: None)
+    monkeypatch.setattr("llama_expert_pack.pypack.format.pack.expert_difference", lambda *_: None)
     path = variant(name, tmp_path)
     with loaded(path, use_mmap=use_mmap) as llm:
         expected = evaluate(llm, BATCHES)

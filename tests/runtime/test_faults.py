@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.make_model import make_model
+from lab.logits import minimum_budget
+from lab.make_model import make_model
 from llama_expert_pack import ExpertPackError
-from pypack.convert import convert
-from pypack.direct_io import pread_into
-from pypack.errors import BudgetError
-from pypack.pack import find_pack, open_pack
-from tests.compare import minimum_budget
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.drive.direct_io import pread_into
+from llama_expert_pack.pypack.errors import BudgetError
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import (
     FAULTS,
     bits,

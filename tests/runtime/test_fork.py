@@ -16,9 +16,9 @@ pytestmark = pytest.mark.timeout(300)
 COMMON = """
 import functools, gc, multiprocessing, os, shutil, signal, sys, threading, time
 import llama_expert_pack, llama_cpp
-from pypack.direct_io import pread_into
-from pypack.errors import UsageError
-from pypack.pack import find_pack, open_pack
+from llama_expert_pack.pypack.drive.direct_io import pread_into
+from llama_expert_pack import UsageError
+from llama_expert_pack import find_pack, open_pack
 from tests.compare import minimum_budget
 from tests.runtime.packed import evaluate, load, loaded, reads
 

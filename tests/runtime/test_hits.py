@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pypack.pack import find_pack, open_pack
-from tests.compare import minimum_budget
+from lab.logits import minimum_budget
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import evaluate, loaded, tokens_at, variant
 
 N_STEPS = 24

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.stock import STOCK_LIB
-from bridge import library
-from pypack.errors import NativeError
+from lab.stock import STOCK_LIB
+from llama_expert_pack.bridge import library
+from llama_expert_pack.pypack.errors import NativeError
 from tests.runtime.packed import run_python
 
 
@@ -102,7 +102,7 @@ def provider_beside(folder: Path, monkeypatch: pytest.MonkeyPatch, libraries: li
     (folder / "lib").mkdir()
     for name in libraries:
         (folder / "lib" / name).write_bytes(b"")
-    spec = importlib.util.spec_from_file_location("bridge._provider", folder / "_provider.so")
+    spec = importlib.util.spec_from_file_location("llama_expert_pack.bridge._provider", folder / "_provider.so")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
 
 
@@ -119,13 +119,13 @@ else:
 def test_llama_cpp_with_other_libraries_was_first() -> None:
     run = run_python(f"import llama_cpp\n{IMPORT}", stock=True)
     (line,) = run.stdout.splitlines()
-    assert line.startswith("pypack.errors.NativeError: llama_cpp was imported earlier with ")
+    assert line.startswith("llama_expert_pack.pypack.errors.NativeError: llama_cpp was imported earlier with ")
     assert line.endswith("import llama_expert_pack before llama_cpp, so that both use the patched libraries")
     assert str((STOCK_LIB / "libllama.so").resolve()) in line
 
 
 def test_another_library_path_in_the_environment_does_not_matter() -> None:
-    assert run_python(IMPORT, stock=True).stdout == "imported bridge.llama\n"
+    assert run_python(IMPORT, stock=True).stdout == "imported llama_expert_pack.bridge.llama\n"
 
 
 def test_llama_cpp_may_follow() -> None:
@@ -135,7 +135,7 @@ def test_llama_cpp_may_follow() -> None:
 
 def test_a_binding_with_other_structs_is_refused() -> None:
     code = (
-        "import ctypes, bridge.library as library; llama_cpp = library.load()\n"
+        "import ctypes, llama_expert_pack.bridge.library as library; llama_cpp = library.load()\n"
         "class params(ctypes.Structure): _fields_ = [('x', ctypes.c_int)]\n"
         "llama_cpp.llama_model_params = params\n"
         "try: library.check_struct_sizes(llama_cpp, llama_cpp.llama_cpp._lib)\n"

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
-from bench.stock import ROOT, environment
-from bridge.provider import Provider
+from lab.logits import minimum_budget
+from lab.stock import ROOT, environment
 from llama_expert_pack import Llama
-from pypack.direct_io import pread_into
-from pypack.errors import UsageError
-from pypack.pack import find_pack, open_pack
-from tests.compare import minimum_budget
+from llama_expert_pack.bridge.provider import Provider
+from llama_expert_pack.pypack.drive.direct_io import pread_into
+from llama_expert_pack.pypack.errors import UsageError
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import bits, evaluate, load, loaded, reads, run_python, tokens_at, upstream_model, variant
 
 BATCHES = [20, 1, 1]

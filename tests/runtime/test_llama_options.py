@@ -18,14 +18,15 @@ from typing import Any
 import llama_cpp
 import pytest
 
-from bench.synth.model import write_model
+from lab.logits import minimum_budget
+from lab.synth.model import write_model
+from lab.variants import REFUSED_TYPES, TINY, VARIANTS, write_refused
 from llama_expert_pack import ExpertPackError, Llama
-from pypack.convert import convert
-from pypack.errors import BudgetError, NativeError, PackError, SourceMismatchError, UsageError
-from pypack.ggml_types import NOT_COMPUTED_TYPES
-from pypack.pack import find_pack, open_pack
-from tests.compare import minimum_budget
-from tests.models import REFUSED_TYPES, TINY, VARIANTS, write_refused
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.errors import BudgetError, NativeError, PackError, SourceMismatchError, UsageError
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.ggml_types import NOT_COMPUTED_TYPES
+from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import SMALL, bits, evaluate, load, loaded, variant
 
 BATCHES = [20, 1, 1]
@@ -226,7 +227,7 @@ def test_a_provider_that_fails_midway_leaves_nothing(
         raise MemoryError
 
     with nothing_stays(), monkeypatch.context() as patch:
-        patch.setattr(f"bridge.provider.{step}", fail)
+        patch.setattr(f"llama_expert_pack.bridge.provider.{step}", fail)
         with pytest.raises((MemoryError, NativeError)):
             load(path, expert_trace=tmp_path / "x.trace")
     with loaded(path) as llm:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from bench.synth.gguf_out import I32, Typed, write_gguf
-from bench.synth.model import write_model
-from bench.synth.shape import Tensor
-from pypack.convert import convert
-from pypack.pack import find_pack, open_pack
-from tests.compare import differences, minimum_budget, run_jobs
-from tests.models import NARROW
+from lab.logits import differences, minimum_budget, run_jobs
+from lab.synth.gguf_out import I32, Typed, write_gguf
+from lab.synth.model import write_model
+from lab.synth.shape import Tensor
+from lab.variants import NARROW
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import bits, evaluate, loaded, tokens_at, variant
 
 N_VOCAB = 3 + 256

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llama_expert_pack import Llama
-from pypack.errors import NativeError
+from llama_expert_pack.pypack.errors import NativeError
 from tests.runtime.packed import evaluate, load, loaded, variant
 
 BATCHES = [20, 1, 1]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.make_model import make_model
-from pypack.convert import convert
-from pypack.errors import ExpertPackError, GGUFError, ReadError, SourceMismatchError
-from pypack.gguf_source import read_model
-from pypack.pack import find_pack
-from pypack.verify import verify
+from lab.make_model import make_model
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.convert.verify import verify
+from llama_expert_pack.pypack.errors import ExpertPackError, GGUFError, ReadError, SourceMismatchError
+from llama_expert_pack.pypack.gguf.model import read_model
+from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import bits, load, loaded, variant
 from tests.runtime.test_bytes import expert_ranges
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bridge.model_pack import gpu_layers, working_set
-from pypack.errors import GGUFError
-from pypack.pack import find_pack, open_pack
+from llama_expert_pack.bridge.model_pack import gpu_layers, working_set
+from llama_expert_pack.pypack.errors import GGUFError
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.source.match import find_pack
 from tests.pack_tools import resign
 from tests.runtime.packed import variant
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from bench.replaying.cache import replay_as_recorded
-from bridge.outputs import TraceFile, path_of_child
-from pypack.errors import DecodeError, TraceError, UsageError
-from pypack.pack import find_pack, manifest_path, open_pack
-from pypack.policy import POLICIES
-from pypack.trace import read_trace
-from pypack.trace_format import Kind
-from tests.compare import minimum_budget
+from lab.logits import minimum_budget
+from llama_expert_pack.bridge.outputs import TraceFile, path_of_child
+from llama_expert_pack.pypack.errors import DecodeError, TraceError, UsageError
+from llama_expert_pack.pypack.format.pack import manifest_path, open_pack
+from llama_expert_pack.pypack.policy.registry import POLICIES
+from llama_expert_pack.pypack.source.match import find_pack
+from llama_expert_pack.pypack.trace.format import Kind
+from llama_expert_pack.pypack.trace.trace import read_trace
 from tests.runtime.packed import FAULTS, evaluate, load, loaded, reads, run_python, variant
 
 BATCHES = [20, *[1] * 12, 3, *[1] * 12, 40, *[1] * 20]  # prefill and decode, batches larger than the cache
@@ -100,7 +101,7 @@ def test_a_path_that_cannot_be_written_is_refused_at_load(tmp_path: Path) -> Non
 def test_a_full_disk_at_load_is_refused(tmp_path: Path) -> None:
     code = """
 import resource, sys
-from pypack.errors import UsageError
+from llama_expert_pack import UsageError
 from tests.runtime.packed import load
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # less than the header
 try:

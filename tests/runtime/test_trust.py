@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.logits import minimum_budget
 from llama_expert_pack import Llama
-from pypack.errors import DecodeError
-from pypack.pack import find_pack, open_pack
-from tests.compare import minimum_budget
+from llama_expert_pack.pypack.errors import DecodeError
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import bits, evaluate, loaded, variant
 
 BATCHES = [20, 7, 1, 1, 13, 1, 1]

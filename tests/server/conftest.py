@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.make_model import make_model
-from bench.stock import STOCK_LIB
-from pypack.convert import convert
-from pypack.discover import find_layers
-from pypack.gguf_source import read_model
+from lab.make_model import make_model
+from lab.stock import STOCK_LIB
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.gguf.model import read_model
+from llama_expert_pack.pypack.source.discover import find_layers
 from tests.server.serving import STOCK, Server, faulty, serving
 
 VOCABULARY = STOCK_LIB.parent / "source" / "models" / "ggml-vocab-llama-spm.gguf"

@@ -18,21 +18,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import bridge.provider
-import bridge.server_session
-import pypack.direct_io
-from bridge.server import main
-from pypack.direct_io import pread_into
-from pypack.errors import ReadError
-from pypack.pack import Pack
-from pypack.reader import Reader
+import llama_expert_pack.bridge.provider
+import llama_expert_pack.bridge.server_session
+import llama_expert_pack.pypack.drive.direct_io
+from llama_expert_pack.bridge.server import main
+from llama_expert_pack.pypack.drive.direct_io import pread_into
+from llama_expert_pack.pypack.drive.reader import Reader
+from llama_expert_pack.pypack.errors import ReadError
+from llama_expert_pack.pypack.format.pack import Pack
 from tests.server.faults import waiting_file
 
 fault_file = Path(sys.argv.pop(1))
 
 
-describe_blocks = bridge.provider._describe_blocks
-usual_open = bridge.server_session.open_checked
+describe_blocks = llama_expert_pack.bridge.provider._describe_blocks
+usual_open = llama_expert_pack.bridge.server_session.open_checked
 
 
 def pread(fd: int, buffer: memoryview, offset: int) -> int:
@@ -63,9 +63,9 @@ def open_directly(path: Path, flags: int) -> int:
     return open_usually(path, flags)
 
 
-open_usually = pypack.direct_io._open
-pypack.direct_io._open = open_directly
-bridge.provider.Reader = partial(Reader, pread=pread)  # type: ignore[assignment, misc]
-bridge.provider._describe_blocks = only_the_provider
-bridge.server_session.open_checked = open_checked
+open_usually = llama_expert_pack.pypack.drive.direct_io._open
+llama_expert_pack.pypack.drive.direct_io._open = open_directly
+llama_expert_pack.bridge.provider.Reader = partial(Reader, pread=pread)  # type: ignore[assignment, misc]
+llama_expert_pack.bridge.provider._describe_blocks = only_the_provider
+llama_expert_pack.bridge.server_session.open_checked = open_checked
 sys.exit(main())

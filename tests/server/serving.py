@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.stock import STOCK_LIB, environment
+from lab.stock import STOCK_LIB, environment
 
-OURS = [sys.executable, "-m", "bridge.server"]
+OURS = [sys.executable, "-m", "llama_expert_pack.bridge.server"]
 STOCK = [str(STOCK_LIB / "llama-server")]
 SMALL = [
     "-c",

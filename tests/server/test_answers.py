@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bench.synth.gguf_out import write_gguf
-from bench.synth.shape import Tensor
-from pypack.discover import find_layers
-from pypack.gguf_source import read_model
-from pypack.samples import _samples
+from lab.synth.gguf_out import write_gguf
+from lab.synth.shape import Tensor
+from llama_expert_pack.pypack.gguf.model import read_model
+from llama_expert_pack.pypack.source.discover import find_layers
+from llama_expert_pack.pypack.source.samples import _samples
 from tests.server.serving import OURS, Server, serving
 
 PROMPTS = ("Once upon a time", "The quick brown fox jumps over", "x " * 150)

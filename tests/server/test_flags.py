@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bridge.server_session import with_flags
 from llama_expert_pack import Llama
+from llama_expert_pack.bridge.server_session import with_flags
 from tests.server.serving import SMALL, faulty, launch, run_to_end, serving
 
 FLAGS = (

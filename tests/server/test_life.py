@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from bench.replaying.cache import replay_as_recorded
-from pypack.convert import convert
-from pypack.policy import POLICIES
-from pypack.trace import read_trace
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.policy.registry import POLICIES
+from llama_expert_pack.pypack.trace.trace import read_trace
 from tests.runtime.test_bytes import expert_ranges
 from tests.server.faults import waiting_file
 from tests.server.serving import OURS, SMALL, Server, faulty, launch, serving, wait_for
@@ -184,7 +184,9 @@ def test_router_with_two_packs(
     tmp_path: Path, models: Path, quarter: list[str], alone: dict[str, str], installed: bool
 ) -> None:
     script = tmp_path / "llama-server"
-    script.write_text(f"#!{sys.executable}\nimport sys\nfrom bridge.server import main\nsys.exit(main())\n")
+    script.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom llama_expert_pack.bridge.server import main\nsys.exit(main())\n"
+    )
     script.chmod(0o755)
     program = [str(script)] if installed else OURS
     preset = tmp_path / "models.ini"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from pypack.layout import Layer
-from pypack.pack import Extent
+from llama_expert_pack.pypack.format.layout import Extent, Layer
 
 
 def make_layers(shapes: Sequence[tuple[int, int]]) -> list[Layer]:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypack.budget import cache_budget, parse_size, plan_pools
-from pypack.errors import BudgetError, UsageError
+from llama_expert_pack.pypack.errors import BudgetError, UsageError
+from llama_expert_pack.pypack.placement.budget import cache_budget, plan_pools
+from llama_expert_pack.pypack.values.sizes import parse_size
 from tests.unit.fake_pack import make_layers
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -9,13 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pypack.budget import plan_pools
-from pypack.cache import ExpertCache
-from pypack.counters import Counter, Counters
-from pypack.errors import BudgetError
-from pypack.layout import Layer
-from pypack.policy import DEFAULT_POLICY, make_policy
-from pypack.policy_scores import Lru
+from llama_expert_pack.pypack.errors import BudgetError
+from llama_expert_pack.pypack.format.layout import Layer
+from llama_expert_pack.pypack.placement.budget import plan_pools
+from llama_expert_pack.pypack.placement.cache import ExpertCache
+from llama_expert_pack.pypack.policy.registry import DEFAULT_POLICY, make_policy
+from llama_expert_pack.pypack.policy.scores import Lru
+from llama_expert_pack.pypack.stats.counters import Counter, Counters
 from tests.unit.fake_pack import make_layers
 
 

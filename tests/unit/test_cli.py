@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench.replay import STORED
-from pypack import __version__
-from pypack.cli import cli
-from pypack.convert import convert
+from llama_expert_pack import __version__
+from llama_expert_pack.pypack.command.cli import cli
+from llama_expert_pack.pypack.convert.convert import convert
 from tests.gguf_bytes import GGUF, T, facts, moe_tensors, split, tiny_moe
 
 
@@ -150,7 +150,7 @@ def test_any_oserror_is_one_line(error: OSError, sentence: str, monkeypatch: pyt
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("pypack.cli.verify", fails)
+    monkeypatch.setattr("llama_expert_pack.pypack.command.cli.verify", fails)
     result = run("verify", "x")
     assert (result.exit_code, result.stderr) == (1, sentence)
 
@@ -172,7 +172,11 @@ def test_heat_never_writes_over_its_trace_and_prints_plain_text(tmp_path: Path) 
 
 def test_installed_as_a_module(model: Path) -> None:
     """A real process: no traceback, exit code 1."""
-    done = subprocess.run([sys.executable, "-m", "pypack.cli", "verify", str(model)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "llama_expert_pack.pypack.command.cli", "verify", str(model)],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1
     assert done.stderr == f"error: {model} is not an expert pack: it starts with {model.read_bytes()[:8]!r}" + (
         " instead of b'LXPTPACK'\n"
@@ -238,7 +242,7 @@ def test_names_that_are_no_text(model: Path, tmp_path: Path) -> None:
     pack = model.with_suffix(".expert-pack")
 
     def stdout(*args: object) -> str:
-        command = [sys.executable, "-m", "pypack.cli", *map(os.fsencode, map(str, args))]
+        command = [sys.executable, "-m", "llama_expert_pack.pypack.command.cli", *map(os.fsencode, map(str, args))]
         environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
         done = subprocess.run(command, capture_output=True, env=environment)
         assert done.returncode == 0, done.stderr

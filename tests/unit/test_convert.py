@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.conditions import memory_cap
-from pypack import assemble, journal
-from pypack.convert import Conversion, convert
-from pypack.errors import (
+from lab.memory_cap import memory_cap
+from llama_expert_pack.pypack.convert import assemble, journal
+from llama_expert_pack.pypack.convert.convert import Conversion, convert
+from llama_expert_pack.pypack.convert.partial_pack import PartialPack
+from llama_expert_pack.pypack.convert.verify import verify
+from llama_expert_pack.pypack.errors import (
     DirectIOError,
     PackError,
     ReadError,
@@ -23,10 +25,8 @@ from pypack.errors import (
     SpaceError,
     UsageError,
 )
-from pypack.guard import Guard
-from pypack.pack import open_pack
-from pypack.partial_pack import PartialPack
-from pypack.verify import verify
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.system.guard import Guard
 from tests.gguf_bytes import GGUF, facts, moe_tensors, split, tiny_moe
 from tests.pack_tools import manifest_of
 
@@ -65,7 +65,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def checkpoint_after_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("pypack.convert"), "CHECKPOINT_INTERVAL_S", 0)
+    monkeypatch.setattr(import_module("llama_expert_pack.pypack.convert.convert"), "CHECKPOINT_INTERVAL_S", 0)
 
 
 def names(folder: Path) -> set[str]:
@@ -220,7 +220,7 @@ def stop_after_layers(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if len(written) == n:
             raise Stopped
 
-    monkeypatch.setattr(import_module("pypack.convert"), "write_atomically", write)
+    monkeypatch.setattr(import_module("llama_expert_pack.pypack.convert.convert"), "write_atomically", write)
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def test_layers_may_share_a_checkpoint(
 ) -> None:
     """The first two layers get none of their own; the third makes all three safe."""
     clock = iter([0.0, 1.0, 4.9, 5.0, 5.0, *[9.0] * 9])
-    module = import_module("pypack.convert")
+    module = import_module("llama_expert_pack.pypack.convert.convert")
     monkeypatch.setattr(module, "CHECKPOINT_INTERVAL_S", 5.0)
     with monkeypatch.context() as patch:
         patch.setattr(module.time, "monotonic", lambda: next(clock))
@@ -304,7 +304,7 @@ def test_changed_model_is_not_resumed(change: Callable[[Path], None], stopped: P
 
 
 def test_changed_package_is_not_resumed(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("pypack.convert"), "BUILDER", "another builder")
+    monkeypatch.setattr(import_module("llama_expert_pack.pypack.convert.convert"), "BUILDER", "another builder")
     with pytest.raises(SourceMismatchError, match=r"options or this package have changed since; use --restart"):
         run(stopped)
 
@@ -383,7 +383,11 @@ def test_stopped_before_the_manifest(
 ) -> None:
     """Renamed but without a manifest: not a pack yet, but all that is missing is the manifest."""
     with monkeypatch.context() as patch:
-        patch.setattr(import_module("pypack.convert"), "_write_manifest", lambda *_: (_ for _ in ()).throw(Stopped))
+        patch.setattr(
+            import_module("llama_expert_pack.pypack.convert.convert"),
+            "_write_manifest",
+            lambda *_: (_ for _ in ()).throw(Stopped),
+        )
         with pytest.raises(Stopped):
             run(model)
     path = model.with_name("model.expert-pack")
@@ -510,7 +514,15 @@ def large_experts(path: Path) -> Path:
 def test_little_memory(tmp_path: Path) -> None:
     """Two jobs would be killed; the default is then one."""
     path = large_experts(tmp_path / "model.gguf")
-    command = [sys.executable, "-m", "pypack.cli", "convert", str(path), "--safety-margin-gib", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "llama_expert_pack.pypack.command.cli",
+        "convert",
+        str(path),
+        "--safety-margin-gib",
+        "0",
+    ]
     try:
         with memory_cap(110 << 20) as cap:
             done = subprocess.run(cap.command(command), capture_output=True, text=True)
@@ -524,7 +536,7 @@ def test_memory_is_bounded_by_pieces(tmp_path: Path) -> None:
     """One expert of 200 MB and jobs at their maximum: resident memory stays under 512 MiB."""
     path = large_experts(tmp_path / "model.gguf")
     script = (
-        "import sys; from pypack.cli import main\n"
+        "import sys; from llama_expert_pack.pypack.command.cli import main\n"
         "try: main(['convert', sys.argv[1], '--jobs', '6', '--safety-margin-gib', '0'])\n"
         "finally: print(*(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )

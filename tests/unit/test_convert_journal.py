@@ -10,15 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pypack import journal
-from pypack.discover import find_layers
-from pypack.errors import GGUFError, PackError, SourceMismatchError
-from pypack.gguf_source import read_model
-from pypack.manifest import canonical_sha256
-from pypack.pack_format import Index
-from pypack.pack_output import PackOutput
-from pypack.partial_pack import PartialPack
-from pypack.verify import verify
+from llama_expert_pack.pypack.convert import journal
+from llama_expert_pack.pypack.convert.pack_output import PackOutput
+from llama_expert_pack.pypack.convert.partial_pack import PartialPack
+from llama_expert_pack.pypack.convert.verify import verify
+from llama_expert_pack.pypack.errors import GGUFError, PackError, SourceMismatchError
+from llama_expert_pack.pypack.format.header import Index
+from llama_expert_pack.pypack.format.manifest import canonical_sha256
+from llama_expert_pack.pypack.gguf.model import read_model
+from llama_expert_pack.pypack.source.discover import find_layers
 from tests.unit.test_convert import mixed, names, run
 
 
@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> Path:
 
 def forge(model: Path, layers_done: int, index: bytes) -> None:
     """A partial pack of the right size with this index, and a journal with all hashes right."""
-    module = import_module("pypack.convert")
+    module = import_module("llama_expert_pack.pypack.convert.convert")
     found = read_model(model)
     plan = module._make_plan(found, find_layers(found), PackOutput(found, None))
     partial = model.with_name("model.expert-pack.partial")
@@ -83,7 +83,7 @@ def test_nothing_is_published_that_would_not_open(model: Path, monkeypatch: pyte
 
 
 def test_a_manifest_that_no_reader_would_take_is_found_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("pypack.manifest"), "MAX_MANIFEST_BYTES", 1000)
+    monkeypatch.setattr(import_module("llama_expert_pack.pypack.format.manifest"), "MAX_MANIFEST_BYTES", 1000)
     with pytest.raises(GGUFError, match=r"cannot be packed, .* its manifest is larger than 1000 bytes"):
         run(model)
     assert names(model.parent) == {"model.gguf"}

@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from pypack.convert import convert
-from pypack.errors import PackError
-from pypack.pack import open_pack
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.errors import PackError
+from llama_expert_pack.pypack.format.pack import open_pack
 from tests.gguf_bytes import tiny_moe
 from tests.pack_tools import manifest_of
 
 # The command, with slower writes; a while after the n-th of them it gets a signal.
 COMMAND = """
 import os, sys, threading, time
-from pypack.cli import main
-sys.modules["pypack.convert"].CHECKPOINT_INTERVAL_S = 0
-from pypack.partial_pack import PartialPack
+from llama_expert_pack.pypack.command.cli import main
+sys.modules["llama_expert_pack.pypack.convert.convert"].CHECKPOINT_INTERVAL_S = 0
+from llama_expert_pack.pypack.convert.partial_pack import PartialPack
 model, n, delay_s, number = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 timer = threading.Timer(delay_s, os.kill, (os.getpid(), number))
 timer.daemon = True
@@ -45,7 +45,7 @@ N_TRIALS = 20
 
 @pytest.fixture(autouse=True)
 def checkpoint_after_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("pypack.convert"), "CHECKPOINT_INTERVAL_S", 0)
+    monkeypatch.setattr(import_module("llama_expert_pack.pypack.convert.convert"), "CHECKPOINT_INTERVAL_S", 0)
 
 
 def files_of(pack: Path) -> tuple[bytes, bytes]:

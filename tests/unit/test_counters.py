@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pypack.counters import Counter, Counters, ExpertStats
+from llama_expert_pack.pypack.stats.counters import Counter, Counters, ExpertStats
 
 HEADER = Path(__file__).parents[2] / "native/include/expert_provider.h"
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pypack.direct_io import address, aligned_buffer, open_file, read_exact
-from pypack.errors import DirectIOError, ReadError
+from llama_expert_pack.pypack.drive.direct_io import address, aligned_buffer, open_file, read_exact
+from llama_expert_pack.pypack.errors import DirectIOError, ReadError
 from tests.unit.fake_pack import n_open_files
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pypack.discover import ROUTED_NAME, find_layers
-from pypack.fingerprint import model_facts
-from pypack.gguf_source import read_model
-from pypack.layout import Layer
+from llama_expert_pack.pypack.format.layout import Layer
+from llama_expert_pack.pypack.gguf.model import read_model
+from llama_expert_pack.pypack.source.discover import ROUTED_NAME, find_layers
+from llama_expert_pack.pypack.source.fingerprint import model_facts
 from tests.gguf_bytes import BOOL, GGUF, T, array, facts, kv, moe_tensors, text
 
 

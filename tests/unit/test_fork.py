@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pypack.counters import Counter, Counters
-from pypack.direct_io import aligned_buffer, pread_into
-from pypack.errors import ReadError, UsageError
-from pypack.reader import Reader
-from pypack.stats_file import StatsWriter
+from llama_expert_pack.pypack.drive.direct_io import aligned_buffer, pread_into
+from llama_expert_pack.pypack.drive.reader import Reader
+from llama_expert_pack.pypack.errors import ReadError, UsageError
+from llama_expert_pack.pypack.stats.counters import Counter, Counters
+from llama_expert_pack.pypack.stats.stats_file import StatsWriter
 from tests.forking import status_of_child
 from tests.unit.fake_pack import FakePack
 

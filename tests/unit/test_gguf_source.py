@@ -10,9 +10,9 @@ import gguf
 import numpy as np
 import pytest
 
-from pypack import gguf_head
-from pypack.ggml_types import GGML_TYPES
-from pypack.gguf_source import model_stem, read_model
+from llama_expert_pack.pypack.ggml_types import GGML_TYPES
+from llama_expert_pack.pypack.gguf import head as gguf_head
+from llama_expert_pack.pypack.gguf.model import model_stem, read_model
 from tests.gguf_bytes import GGUF, STRING, U32, T, array, facts, kv, moe_tensors, split, text, tiny_moe
 
 

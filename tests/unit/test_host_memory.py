@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pypack.host_memory import host_memory_free
+from llama_expert_pack.pypack.system.host_memory import host_memory_free
 
 
 def make_proc(folder: Path, available_kib: int, cgroup: str, mounts: str) -> Path:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypack.ggml_types import GGML_TYPES, row_bytes
-from pypack.layout import Weight, lay_out_block, lay_out_pack
+from llama_expert_pack.pypack.format.layout import Weight, lay_out_block, lay_out_pack
+from llama_expert_pack.pypack.ggml_types import GGML_TYPES, row_bytes
 
 BY_NAME = {traits.name: number for number, traits in GGML_TYPES.items()}
 

@@ -12,15 +12,15 @@ from click.testing import CliRunner
 from gguf import GGMLQuantizationType, GGUFReader, quants
 from gguf.constants import GGML_QUANT_SIZES
 
-from bench.make_model import main, make_model, resized
-from bench.presets import PRESETS
-from bench.synth.blocks import TYPES, WEIGHT_TYPES, generator, weights
-from bench.synth.gguf_out import encode_kv, read_kv, tokenizer_size, write_gguf
-from bench.synth.model import tensors, write_model
-from bench.synth.pack_size import blocks, payload_bytes
-from pypack.discover import find_layers
-from pypack.gguf_source import read_model
-from tests.models import NARROW, REFUSED_TYPES, SHAPES, VARIANTS, write_refused
+from lab.make_model import main, make_model, resized
+from lab.presets import PRESETS
+from lab.synth.blocks import TYPES, WEIGHT_TYPES, generator, weights
+from lab.synth.gguf_out import encode_kv, read_kv, tokenizer_size, write_gguf
+from lab.synth.model import tensors, write_model
+from lab.synth.pack_size import blocks, payload_bytes
+from lab.variants import NARROW, REFUSED_TYPES, SHAPES, VARIANTS, write_refused
+from llama_expert_pack.pypack.gguf.model import read_model
+from llama_expert_pack.pypack.source.discover import find_layers
 
 NOT_IN_GGUF = {"Q2_0"}  # newer than the gguf package
 

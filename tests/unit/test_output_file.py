@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pypack.errors import UsageError
-from pypack.output_file import open_output, refuse_same_file, write_output
+from llama_expert_pack.pypack.errors import UsageError
+from llama_expert_pack.pypack.system.output_file import open_output, refuse_same_file, write_output
 
 
 def is_ours(head: bytes) -> bool:

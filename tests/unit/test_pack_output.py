@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pypack.convert import Conversion, convert
-from pypack.errors import ExpertPackError, UsageError
-from pypack.guard import Guard
-from pypack.journal import write_atomically
-from pypack.pack import open_pack
-from pypack.verify import verify
+from llama_expert_pack.pypack.convert.convert import Conversion, convert
+from llama_expert_pack.pypack.convert.journal import write_atomically
+from llama_expert_pack.pypack.convert.verify import verify
+from llama_expert_pack.pypack.errors import ExpertPackError, UsageError
+from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.source.match import check_source
+from llama_expert_pack.pypack.system.guard import Guard
 from tests.gguf_bytes import split, tiny_moe
 from tests.pack_tools import manifest_of
 
@@ -75,7 +76,9 @@ def test_links_that_appear_after_the_check(model: Path, monkeypatch: pytest.Monk
     """What opens and makes the files does not follow them either."""
     victim = model.with_name("victim")
     victim.write_bytes(b"precious")
-    monkeypatch.setattr(import_module("pypack.pack_output").PackOutput, "check_writable", lambda self: None)
+    monkeypatch.setattr(
+        import_module("llama_expert_pack.pypack.convert.pack_output").PackOutput, "check_writable", lambda self: None
+    )
     for suffix in OWN_NAMES:
         for make in (os.symlink, os.link):
             make(victim, beside(model, suffix))
@@ -153,7 +156,7 @@ def test_a_link_stays_and_the_pack_lands_where_it_leads(model: Path, tmp_path: P
         assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "model.expert-pack", "disk"}
         assert {path.name for path in disk.iterdir()} == {"big.expert-pack", "big.expert-pack.manifest.json"}
         verify(link, deep=True, source=model)
-        open_pack(disk / "big.expert-pack").check_source(model)
+        check_source(open_pack(disk / "big.expert-pack"), model)
     assert run(model).reused
 
 
@@ -238,7 +241,7 @@ def test_nobody_may_read_a_pack_who_may_not_read_the_model(
     shards = split(tiny_moe(), [4, 5], tmp_path)
     shards[1].chmod(of_model)
     seen: list[dict[str, int]] = []
-    module = import_module("pypack.convert")
+    module = import_module("llama_expert_pack.pypack.convert.convert")
     real = module.write_atomically
 
     def write(path: Path, data: bytes, guard: Guard) -> None:
@@ -287,7 +290,7 @@ def test_another_group_gets_only_what_all_others_may(model: Path, monkeypatch: p
 
 def test_a_partial_pack_beside_a_finished_one_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = run(model).path
-    module = import_module("pypack.convert")
+    module = import_module("llama_expert_pack.pypack.convert.convert")
 
     class Stopped(BaseException):
         pass

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypack.errors import UsageError
-from pypack.policy import DEFAULT_POLICY, POLICIES, Policy, make_policy
-from pypack.policy_scores import FreqAge, FreqThenRecency, Lru
+from llama_expert_pack.pypack.errors import UsageError
+from llama_expert_pack.pypack.policy.registry import DEFAULT_POLICY, POLICIES, Policy, make_policy
+from llama_expert_pack.pypack.policy.scores import FreqAge, FreqThenRecency, Lru
 
 Score = Callable[[int, int, int], tuple[Any, Any]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pypack.printable import printable
+from llama_expert_pack.pypack.printable import printable
 
 
 def test_one_line_that_a_terminal_takes_for_text() -> None:

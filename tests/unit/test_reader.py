@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from pypack.counters import Counters
-from pypack.direct_io import aligned_buffer, pread_into
-from pypack.errors import DirectIOError, PackError, ReadError, UsageError
-from pypack.layout import Layer
-from pypack.pack import Extent
-from pypack.reader import Reader, _cut
+from llama_expert_pack.pypack.drive.direct_io import aligned_buffer, pread_into
+from llama_expert_pack.pypack.drive.reader import Reader, _cut
+from llama_expert_pack.pypack.errors import DirectIOError, PackError, ReadError, UsageError
+from llama_expert_pack.pypack.format.layout import Extent, Layer
+from llama_expert_pack.pypack.stats.counters import Counters
 from tests.unit.fake_pack import FakePack, n_open_files
 
 MIB = 1 << 20

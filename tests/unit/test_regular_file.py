@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pypack.regular_file import open_regular
+from llama_expert_pack.pypack.system.regular_file import open_regular
 
 
 def test_a_regular_file_is_read_through_a_link(tmp_path: Path) -> None:

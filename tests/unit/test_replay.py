@@ -16,12 +16,12 @@ from bench.replay import STORED, check_live, main, ranking, replay_all
 from bench.replaying.belady import Belady, BeladyBypass
 from bench.replaying.cache import replay, replay_as_recorded
 from bench.replaying.native import has_twin, replay_compiled
-from pypack.layout import Layer
-from pypack.policy import POLICIES
-from pypack.policy_base import Policy
-from pypack.policy_scores import StaticHot, aging_period
-from pypack.trace import Trace, read_trace
-from pypack.trace_format import Kind
+from llama_expert_pack.pypack.format.layout import Layer
+from llama_expert_pack.pypack.policy.base import Policy
+from llama_expert_pack.pypack.policy.registry import POLICIES
+from llama_expert_pack.pypack.policy.scores import StaticHot, aging_period
+from llama_expert_pack.pypack.trace.format import Kind
+from llama_expert_pack.pypack.trace.trace import Trace, read_trace
 
 
 def make_trace(sizes: list[tuple[int, int]], acquires: list[tuple[int, list[int]]], top_k: int = 2) -> Trace:
@@ -68,8 +68,8 @@ def every_policy(n_keys: int) -> list[Policy]:
 def test_compiled_and_python_policies_count_the_same(seed: int, share: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StaticHot, "WARM_TOKENS", 20)
-        patch.setattr("pypack.policy_scores.aging_period", lambda pool: 30)
-        patch.setattr("pypack.policy_admission.aging_period", lambda pool: 30)
+        patch.setattr("llama_expert_pack.pypack.policy.scores.aging_period", lambda pool: 30)
+        patch.setattr("llama_expert_pack.pypack.policy.admission.aging_period", lambda pool: 30)
         trace = random_trace(seed)
         pools = trace.pools(int(trace.payload_bytes * share) + 4 * 8192)
         for policy in every_policy(trace.n_keys):

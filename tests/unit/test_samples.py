@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from pypack import samples
-from pypack.convert import convert
-from pypack.discover import find_layers
-from pypack.errors import ExpertPackError, ReadError, SourceMismatchError
-from pypack.gguf_source import read_model
-from pypack.pack import Pack, open_pack
-from pypack.verify import verify
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.convert.verify import verify
+from llama_expert_pack.pypack.errors import ExpertPackError, ReadError, SourceMismatchError
+from llama_expert_pack.pypack.format.pack import Pack, open_pack
+from llama_expert_pack.pypack.gguf.model import read_model
+from llama_expert_pack.pypack.source import samples
+from llama_expert_pack.pypack.source.discover import find_layers
+from llama_expert_pack.pypack.source.match import check_source
 from tests.gguf_bytes import GGUF, facts, moe_tensors, split, tiny_moe
 from tests.pack_tools import manifest_of, resign
 
@@ -57,7 +58,7 @@ def expert_tensors(model: Path) -> list[str]:
 def test_any_expert_tensor_that_changes_is_named(model: Path, pack: Pack) -> None:
     """By check_source, by verify, and by a second conversion."""
     checks: list[Callable[[], object]] = [
-        lambda: pack.check_source(model),
+        lambda: check_source(pack, model),
         lambda: verify(pack.path, source=model),
         lambda: convert(model, safety_margin_bytes=0),
     ]
@@ -85,17 +86,17 @@ def test_a_pack_with_other_bytes_is_noticed_too(model: Path, pack: Pack) -> None
         file.seek(pack.layers[2].data_offset)
         file.write(b"\xff" * 4096)
     with pytest.raises(SourceMismatchError, match=r"expert 0 of blk.4.ffn_gate_exps.weight has other bytes"):
-        pack.check_source(model)
+        check_source(pack, model)
 
 
 def test_shards(tmp_path: Path) -> None:
     paths = split(tiny_moe(), [1, 3, 5], tmp_path)
     pack = open_pack(convert(paths[0], safety_margin_bytes=0).path)
-    pack.check_source(paths[0])
+    check_source(pack, paths[0])
     for name in expert_tensors(paths[0]):
         swap_halves(paths[0], name)
         with pytest.raises(SourceMismatchError, match=name):
-            pack.check_source(paths[0])
+            check_source(pack, paths[0])
         swap_halves(paths[0], name)
 
 
@@ -132,7 +133,7 @@ def test_other_layers_with_the_hashes_of_the_model(model: Path, tmp_path: Path) 
     source = json.loads(manifest_of(convert(model, safety_margin_bytes=0).path).read_text())["source"]
     resign(path, manifest=lambda manifest: manifest.update(source=source))
     with pytest.raises(SourceMismatchError, match="its layers are not those of the model"):
-        open_pack(path).check_source(model)
+        check_source(open_pack(path), model)
 
 
 class Stopped(BaseException):
@@ -140,7 +141,7 @@ class Stopped(BaseException):
 
 
 def stop_after_two_layers(model: Path) -> None:
-    module = import_module("pypack.convert")
+    module = import_module("llama_expert_pack.pypack.convert.convert")
     with pytest.MonkeyPatch.context() as patch:
         real, written = module.write_atomically, []
 
@@ -167,7 +168,7 @@ def test_a_resumed_conversion_does_not_mix_old_and_new_experts(model: Path) -> N
 
 
 def test_experts_that_change_during_the_conversion(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pypack.partial_pack import PartialPack
+    from llama_expert_pack.pypack.convert.partial_pack import PartialPack
 
     real = PartialPack.sync
 

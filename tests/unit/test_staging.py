@@ -6,11 +6,11 @@ from queue import SimpleQueue
 
 import pytest
 
-from pypack.counters import Counters
-from pypack.direct_io import PreadInto, aligned_buffer, pread_into
-from pypack.errors import ReadError
-from pypack.reader import Reader
-from pypack.staging import StagingPool
+from llama_expert_pack.pypack.drive.direct_io import PreadInto, aligned_buffer, pread_into
+from llama_expert_pack.pypack.drive.reader import Reader
+from llama_expert_pack.pypack.drive.staging import StagingPool
+from llama_expert_pack.pypack.errors import ReadError
+from llama_expert_pack.pypack.stats.counters import Counters
 from tests.unit.fake_pack import FakePack
 
 MIB = 1 << 20

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from pypack.counters import Counter, Counters
-from pypack.errors import UsageError
-from pypack.stats_file import StatsWriter
+from llama_expert_pack.pypack.errors import UsageError
+from llama_expert_pack.pypack.stats.counters import Counter, Counters
+from llama_expert_pack.pypack.stats.stats_file import StatsWriter
 
 
 def read(path: Path) -> dict[str, float]:
@@ -171,8 +171,8 @@ def test_a_fifo_never_waits_for_its_reader(tmp_path: Path) -> None:
 def test_what_stderr_goes_to_gets_lines(tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from pypack.counters import Counters\n"
-        "from pypack.stats_file import StatsWriter\n"
+        "from llama_expert_pack.pypack.stats.counters import Counters\n"
+        "from llama_expert_pack.pypack.stats.stats_file import StatsWriter\n"
         "StatsWriter(sys.argv[1], 1e6, Counters().snapshot).close()\n"
         "print('said later', file=sys.stderr)\n"
     )

@@ -11,12 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pypack.errors import TraceError, UsageError
-from pypack.heat import draw_heat, use_counts
-from pypack.layout import Layer
-from pypack.trace import Trace, read_trace
-from pypack.trace_bytes import MEMORY_FACTOR
-from pypack.trace_format import END_BYTES, Kind, TraceEnd, decode_header, encode_end, encode_header, encode_record
+from llama_expert_pack.pypack.command.heat import draw_heat, use_counts
+from llama_expert_pack.pypack.errors import TraceError, UsageError
+from llama_expert_pack.pypack.format.layout import Layer
+from llama_expert_pack.pypack.trace.content import MEMORY_FACTOR
+from llama_expert_pack.pypack.trace.format import (
+    END_BYTES,
+    Kind,
+    TraceEnd,
+    decode_header,
+    encode_end,
+    encode_header,
+    encode_record,
+)
+from llama_expert_pack.pypack.trace.trace import Trace, read_trace
 
 LAYERS = (Layer(0, 0, "exps", 4, 0, 4096, ()), Layer(1, 3, "exps", 3, 4, 8192, ()))
 RECORDS = b"".join(
@@ -84,7 +92,7 @@ def with_records(records: bytes, n_acquires: int = 3) -> bytes:
 def encode_header_of(n_layers: int, n_most: int) -> bytes:
     """As no writer makes it: one layer has n_most experts, the others have one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pypack.trace_format.MAX_TABLE", 1 << 40)
+        patch.setattr("llama_expert_pack.pypack.trace.format.MAX_TABLE", 1 << 40)
         sizes = [n_most] + [1] * (n_layers - 1)
         return encode_header([Layer(i, i, "exps", n, 0, 4096, ()) for i, n in enumerate(sizes)], 2, "lru")
 
@@ -182,7 +190,7 @@ def test_compressed_to_nearly_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("suffix", ["", ".xz"])
 def test_more_than_there_is_memory_for(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pypack.trace_bytes.host_memory_free", lambda: 1 << 20)
+    monkeypatch.setattr("llama_expert_pack.pypack.trace.content.host_memory_free", lambda: 1 << 20)
     path = tmp_path / f"x.trace{suffix}"
     data = HEADER + RECORDS * 1000
     path.write_bytes(lzma.compress(data) if suffix else data)

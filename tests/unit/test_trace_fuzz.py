@@ -11,12 +11,12 @@ import pytest
 
 from bench.replay import check_live, ranking, replay_all, table
 from bench.replaying.native import replay_compiled
-from pypack.errors import ExpertPackError
-from pypack.heat import use_counts
-from pypack.layout import Layer
-from pypack.policy import POLICIES, make_policy
-from pypack.trace import Trace, read_trace
-from pypack.trace_format import Kind, TraceEnd, encode_end, encode_header, encode_record
+from llama_expert_pack.pypack.command.heat import use_counts
+from llama_expert_pack.pypack.errors import ExpertPackError
+from llama_expert_pack.pypack.format.layout import Layer
+from llama_expert_pack.pypack.policy.registry import POLICIES, make_policy
+from llama_expert_pack.pypack.trace.format import Kind, TraceEnd, encode_end, encode_header, encode_record
+from llama_expert_pack.pypack.trace.trace import Trace, read_trace
 from tests.unit.test_replay import random_trace
 
 KINDS = [Kind.ACQUIRE] * 6 + [Kind.FETCH] * 3 + [Kind.READ_FAILED, Kind.SLOTS]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pypack.errors import UsageError
-from pypack.user_values import as_number, check_count, check_path, shown
+from llama_expert_pack.pypack.errors import UsageError
+from llama_expert_pack.pypack.values.checks import as_number, check_count, check_path, shown
 
 
 @pytest.mark.parametrize(

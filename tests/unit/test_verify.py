@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pypack import assemble
-from pypack.convert import convert
-from pypack.errors import PackError, SourceMismatchError, UsageError
-from pypack.verify import verify
+from llama_expert_pack.pypack.convert import assemble
+from llama_expert_pack.pypack.convert.convert import convert
+from llama_expert_pack.pypack.convert.verify import verify
+from llama_expert_pack.pypack.errors import PackError, SourceMismatchError, UsageError
 from tests.gguf_bytes import GGUF, facts, moe_tensors
 
 

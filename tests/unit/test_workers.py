@@ -9,11 +9,11 @@ from contextlib import closing
 
 import pytest
 
-from pypack import workers
-from pypack.assemble import Chunk
-from pypack.errors import UsageError
-from pypack.layout import Layer
-from pypack.workers import DEFAULT_JOBS, check_jobs, jobs_for, map_in_order
+from llama_expert_pack.pypack.convert import workers
+from llama_expert_pack.pypack.convert.assemble import Chunk
+from llama_expert_pack.pypack.convert.workers import DEFAULT_JOBS, check_jobs, jobs_for, map_in_order
+from llama_expert_pack.pypack.errors import UsageError
+from llama_expert_pack.pypack.format.layout import Layer
 
 LAYER = Layer(0, 0, "exps", 100, 0, 4096, ())
 CHUNKS = [Chunk(LAYER, i, 1) for i in range(100)]

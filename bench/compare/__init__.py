@@ -1,0 +1,1 @@
+"""Stock against the pack: runs, results, report, charts, the model of a step."""

@@ -1,0 +1,1 @@
+"""The drive: its raw rate, the native reading, conversion."""

@@ -1,0 +1,1 @@
+"""The command expert-pack. Knows everybody, known by nobody."""

@@ -1,0 +1,1 @@
+"""Makes packs out of GGUFs, stops and goes on, verifies them."""

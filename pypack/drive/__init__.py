@@ -1,0 +1,1 @@
+"""Reads blocks: O_DIRECT, retries, reasons."""

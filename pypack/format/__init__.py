@@ -1,0 +1,1 @@
+"""The pack format: layout, header, index, manifest. Knows nothing of GGUF files. docs/FORMAT.md is its specification."""

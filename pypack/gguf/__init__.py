@@ -1,0 +1,1 @@
+"""GGUF files: heads, tensors, shards. Knows nothing of packs."""

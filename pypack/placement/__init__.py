@@ -1,0 +1,1 @@
+"""Who lies where: budgets, pools of slots, the books of the cache."""

@@ -1,0 +1,149 @@
+"""How many bytes the cache may take, and how they are divided into slots.
+
+A *pool* is the slots of one size in one device's arena: layers whose blocks have the same size share it.
+All pools of a device lie one after the other in its arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import BudgetError
+from ..format.layout import Layer, payload_bytes
+from ..policy.pool import Pool
+from ..values.sizes import parse_size, size_text
+
+__all__ = ["PoolPlan", "cache_budget", "plan_pools"]
+
+
+def cache_budget(
+    requested: str | int | float,
+    layers: Sequence[Layer],
+    free_bytes: int,
+    reserve_bytes: int,
+    auto_share: float = 0.5,
+) -> int:
+    """Bytes asked for by ``requested``: a size, a percentage of what is free after the reserve, or ``"auto"``.
+
+    The rule of ``"auto"``: all experts if they fit in ``auto_share`` of what is free after the reserve, otherwise
+    that share: half of the host's memory, which others need too; all of a GPU's.
+    """
+    usable = max(0, free_bytes - reserve_bytes)
+    if isinstance(requested, str) and requested.strip().lower() == "auto":
+        return min(payload_bytes(layers), int(usable * auto_share))
+    return parse_size(requested, usable, "expert_cache")
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """The pools of one device. Slots count from 0 here; :class:`llama_expert_pack.pypack.placement.cache.ExpertCache` moves them."""
+
+    device: str
+    pools: tuple[Pool, ...]
+
+    @property
+    def n_slots(self) -> int:
+        return sum(pool.n_slots for pool in self.pools)
+
+    @property
+    def arena_bytes(self) -> int:
+        return sum(pool.n_slots * pool.block_bytes for pool in self.pools)
+
+    @property
+    def pool_of_layer(self) -> dict[int, int]:
+        """Index into ``pools`` by ``Layer.index``."""
+        return {layer: i for i, pool in enumerate(self.pools) for layer in pool.layers}
+
+    def offsets(self) -> NDArray[np.uint64]:
+        """[n_slots] where each slot starts in the arena, bytes; multiples of 4096."""
+        parts = [
+            np.arange(pool.n_slots, dtype=np.uint64) * np.uint64(pool.block_bytes) + np.uint64(pool.offset)
+            for pool in self.pools
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, np.uint64)
+
+
+def plan_pools(
+    layers: Sequence[Layer],
+    budget_bytes: int,
+    top_k: int,
+    device: str = "CPU",
+    *,
+    free_bytes: int | None = None,
+    reserve_bytes: int = 0,
+) -> PoolPlan:
+    """Divide ``min(budget_bytes, free_bytes - reserve_bytes)`` among the pools of one device's ``layers``.
+
+    Every pool gets the same share of its experts, but at least one working set: min(top_k, n_expert) of its
+    largest layer. Raises :class:`BudgetError` if that does not fit. ``free_bytes`` None: not known, no limit.
+    """
+    usable = budget_bytes if free_bytes is None else min(budget_bytes, free_bytes - reserve_bytes)
+    groups: dict[int, list[Layer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.block_bytes, []).append(layer)
+    sizes = list(groups)
+    n_experts = [sum(layer.n_expert for layer in groups[size]) for size in sizes]
+    n_least = [max(min(max(top_k, 1), layer.n_expert) for layer in groups[size]) for size in sizes]
+
+    least_bytes = _bytes(n_least, sizes)
+    if usable < least_bytes:
+        raise BudgetError(_too_small(device, budget_bytes, free_bytes, reserve_bytes, least_bytes, top_k))
+    n_slots = _share(usable, sizes, n_least, n_experts)
+
+    pools: list[Pool] = []
+    first_slot = offset = 0
+    for size, n_expert, n in zip(sizes, n_experts, n_slots, strict=True):
+        indices = tuple(layer.index for layer in groups[size])
+        n_per_token = sum(min(max(top_k, 1), layer.n_expert) for layer in groups[size])
+        pools.append(Pool(size, indices, n_expert, first_slot, n, offset, n_per_token))
+        first_slot += n
+        offset += n * size
+    return PoolPlan(device, tuple(pools))
+
+
+def _share(usable: int, sizes: list[int], n_least: list[int], n_experts: list[int]) -> list[int]:
+    """Slots of each pool: the largest common share of its experts that fits, then slots for what is left."""
+
+    def at(share: int) -> list[int]:  # share in 1/2^40 of a pool's experts
+        return [max(least, (share * n) >> 40) for least, n in zip(n_least, n_experts, strict=True)]
+
+    low, high = 0, 1 << 40  # at(low) fits
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _bytes(at(middle), sizes) <= usable:
+            low = middle
+        else:
+            high = middle - 1
+    n_slots = at(low)
+    left = usable - _bytes(n_slots, sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: n_slots[i] / n_experts[i]):
+        more = min(left // sizes[i], n_experts[i] - n_slots[i])
+        n_slots[i] += more
+        left -= more * sizes[i]
+    return n_slots
+
+
+def _bytes(n_slots: list[int], sizes: list[int]) -> int:
+    return sum(n * size for n, size in zip(n_slots, sizes, strict=True))
+
+
+def _too_small(
+    device: str, budget_bytes: int, free_bytes: int | None, reserve_bytes: int, least_bytes: int, top_k: int
+) -> str:
+    needs = f"one working set of top-{top_k} experts needs at least {least_bytes} bytes"
+    if free_bytes is None:
+        return f"the expert cache on {device} is too small: it has {size_text(budget_bytes)}, {needs}: raise the budget"
+    advice: list[str] = []
+    if free_bytes - reserve_bytes < least_bytes:
+        advice.append("lower expert_cache_reserve" if least_bytes <= free_bytes else "make more memory free")
+    if 0 < budget_bytes < least_bytes or not advice:
+        advice.append("raise expert_cache")
+    return (
+        f"the expert cache on {device} is too small: expert_cache comes to {size_text(budget_bytes)}, "
+        f"{size_text(free_bytes)} are free and expert_cache_reserve keeps {size_text(reserve_bytes)} of that, but {needs}: "
+        f"{' and '.join(advice)}"
+    )

@@ -1,0 +1,1 @@
+"""What is counted, and the file that it is written to."""

@@ -1,0 +1,1 @@
+"""Recorded lookups of experts: their format, reading, checks."""

@@ -1,0 +1,1 @@
+"""What users write: sizes, counts, paths. Knows the errors."""

@@ -47,8 +47,8 @@ def environment(wheel: Path, tmp_path: Path) -> Path:
     """An environment with nothing but the wheel, and the libraries it needs from this one."""
     folder = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    install = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--quiet"]
-    subprocess.run([*install, "--no-deps", "--no-index", wheel], check=True)
+    install = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet"]
+    subprocess.run([*install, "--no-deps", "--no-index", str(wheel)], check=True)
     # a path alone: what makes this environment's own package editable is not run there
     (packages_of(folder) / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder
@@ -102,8 +102,8 @@ def test_pack_tools_need_no_native_part(environment: Path, elsewhere: Path, dama
     version, sentence = run(environment, elsewhere, WITHOUT_NATIVE).splitlines()
     assert version.endswith(" 256")
     assert "reinstall llama-expert-pack on this machine" in sentence
-    inspect = [environment / "bin/expert-pack", "inspect", "model.gguf"]
+    inspect = [str(environment / "bin/expert-pack"), "inspect", "model.gguf"]
     assert "256" in subprocess.run(inspect, cwd=elsewhere, check=True, capture_output=True, text=True).stdout
-    server = [environment / "bin/llama-server", "-m", "model.gguf"]
+    server = [str(environment / "bin/llama-server"), "-m", "model.gguf"]
     done = subprocess.run(server, cwd=elsewhere, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,6 +1,6 @@
 """Reads the blocks that native could not read, one at a time a thread, with retries and a reason.
 
-    submit --queue--> thread: preadv, checksum, up to RETRIES times again --> deliver, unless it is in place --> on_done
+submit --queue--> thread: preadv, checksum, up to RETRIES times again --> deliver, unless it is in place --> on_done
 """
 
 from __future__ import annotations

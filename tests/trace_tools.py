@@ -26,6 +26,10 @@ def encode_end(records: bytes, end: TraceEnd) -> bytes:
 def encode(trace: Trace) -> bytes:
     """The file that the trace was read from, if it was whole."""
     assert trace.end is not None
-    events = zip(trace.layer, trace.kind, trace.step, trace.number, strict=True)
-    records = b"".join(encode_record(*map(int, event), trace.event(i)) for i, event in enumerate(events))  # type: ignore[call-arg, misc]
+    records = b"".join(
+        encode_record(int(layer), int(kind), int(step), int(number), trace.event(i))
+        for i, (layer, kind, step, number) in enumerate(
+            zip(trace.layer, trace.kind, trace.step, trace.number, strict=True)
+        )
+    )
     return encode_header(trace.layers, trace.top_k, trace.policy) + records + encode_end(records, trace.end)

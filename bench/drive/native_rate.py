@@ -89,8 +89,9 @@ def small_read_us(programs: Programs, folder: Path) -> dict[str, float]:
     """Microseconds of a read of 4 KiB, one after the other: by one thread alone, and by native's threads."""
     with block_file(folder, SMALL_BYTES, N_SMALL) as file:
         common = (file, SMALL_BYTES, N_SMALL, N_SMALL, 1, STEP)
-        sides = {"small_raw_us": Rates(programs.raw, *common), "small_native_us": Rates(programs.native, *common, 1, 0)}
-        in_turn(*sides.values(), 3)
+        raw, native = Rates(programs.raw, *common), Rates(programs.native, *common, 1, 0)
+        in_turn(raw, native, 3)
+    sides = {"small_raw_us": raw, "small_native_us": native}
     return {name: round(SMALL_BYTES / statistics.median(side.bytes_per_s) * 1e6, 1) for name, side in sides.items()}
 
 

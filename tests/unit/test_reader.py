@@ -304,7 +304,8 @@ def test_a_file_system_without_direct_io_needs_the_option(tmp_path: Path) -> Non
 
 def test_a_reader_that_gets_no_more_threads_leaves_nothing(pack: FakePack, monkeypatch: pytest.MonkeyPatch) -> None:
     n_threads, n_files = threading.active_count(), n_open_files()
-    start, started = threading.Thread.start, []
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
 
     def start_one(thread: threading.Thread) -> None:
         if started:

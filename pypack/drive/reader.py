@@ -63,7 +63,7 @@ class Reader:
     """Two threads over the file of a pack. Thread-safe.
 
     ``direct_io`` False reads through the page cache, and counts each block in ``FALLBACKS``. ``pread`` replaces the
-    system call, by a failing one.
+    system call, in tests by one that fails.
     Raises :class:`llama_expert_pack.pypack.errors.DirectIOError` or :class:`ReadError`.
     """
 

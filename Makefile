@@ -78,7 +78,7 @@ bench: build stock $(VENV)/for-test
 	@test -n "$(MODEL)" || test -e $(BENCH_MODEL) || $(BIN)/python -m lab.make_model $(BENCH_MODEL) --preset demo --layers 36 > /dev/null
 	$(BIN)/python -m bench.compare --model "$(or $(MODEL),$(BENCH_MODEL))" --ram-cap 25% --cap-if-possible --cache 25% \
 		--out build/bench/compare.jsonl --report build/bench
-	$(BIN)/python -m bench.drive.reader_bandwidth build/bench --rounds 2 --out build/bench/reader.jsonl
+	$(BIN)/python -m bench.drive.native_rate build/bench --rounds 2 --out build/bench/native.jsonl
 	$(BIN)/python -m bench.drive.convert_speed "$(or $(MODEL),$(BENCH_MODEL))" build/bench --rounds 1 --out build/bench/convert.jsonl
 
 # needs nvcc, no GPU; the toolkit may lack cuBLAS, whose headers a Python package has

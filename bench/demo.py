@@ -25,7 +25,7 @@ from llama_expert_pack.pypack.command.progress import for_stderr
 from llama_expert_pack.pypack.convert.convert import convert
 from llama_expert_pack.pypack.convert.verify import verify
 from llama_expert_pack.pypack.errors import ExpertPackError
-from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.format.pack import Pack, open_pack
 
 SAMPLE = ROOT / "bench" / "data" / "sample-moe.gguf"
 PROMPT = "Give an example of a bias that can exist in an AI algorithm."
@@ -138,6 +138,21 @@ def show(
         output = ROOT / "demo" / f"{model.stem}.expert-pack"
         output.parent.mkdir(exist_ok=True)
     prompt = prompt or (SAMPLE_PROMPT if is_sample else PROMPT)
+    pack = show_pack(model, output)
+    if temperature is None:
+        temperature = 0.7 if is_sample else 0.0
+    common = {"model": str(model), "prompt": prompt, "tokens": tokens, "n_ctx": 512 if is_sample else 1024}
+    common |= {"temperature": temperature, "seed": seed}
+    options = {"expert_pack": str(pack.path), "expert_cache": cache or pack.payload_bytes // 4}
+    with tempfile.TemporaryDirectory() as scratch:
+        ours, our_arrays = run_side({**common, "stock": False, "options": options}, Path(scratch))
+        show_ours(ours, prompt, tokens, cache)
+        if compare:
+            stock, arrays = run_side({**common, "stock": True, "options": {}}, Path(scratch))
+            show_comparison(stock, arrays, our_arrays)
+
+
+def show_pack(model: Path, output: Path | None) -> Pack:
     start = time.perf_counter()
     converted = convert(model, output, progress=for_stderr("convert"))
     pack = open_pack(converted.path)
@@ -148,32 +163,30 @@ def show(
     start = time.perf_counter()
     verify(pack.path, deep=True, source=model)
     print(f"verify   every block is the model's, byte for byte ({time.perf_counter() - start:.1f} s)")
+    return pack
 
-    options = {"expert_pack": str(pack.path), "expert_cache": cache or pack.payload_bytes // 4}
-    if temperature is None:
-        temperature = 0.7 if is_sample else 0.0
-    common = {"model": str(model), "prompt": prompt, "tokens": tokens, "n_ctx": 512 if is_sample else 1024}
-    common |= {"temperature": temperature, "seed": seed}
-    with tempfile.TemporaryDirectory() as scratch:
-        ours, our_arrays = run_side({**common, "stock": False, "options": options}, Path(scratch))
-        stats = ours["stats"]
-        print(f"text     {(prompt + ours['text'])!r}")
-        print(
-            f"cache    {cache or 'a quarter of the experts'}: hit rate {stats['hit_rate']:.1%}, {_mib(stats['read_bytes'])} read, "
-            f"{_mib(stats['read_bytes'] / max(tokens, 1))} per generated token, {stats['evictions']} evictions"
-        )
-        print(f"speed    prefill {ours['prefill_tokens_per_s']:.1f}, decode {ours['decode_tokens_per_s']:.1f} tokens/s")
-        if not compare:
-            return
-        stock, arrays = run_side({**common, "stock": True, "options": {}}, Path(scratch))
+
+def show_ours(ours: dict[str, Any], prompt: str, tokens: int, cache: str | None) -> None:
+    stats = ours["stats"]
+    print(f"text     {(prompt + ours['text'])!r}")
     print(
-        f"stock    prefill {stock['prefill_tokens_per_s']:.1f}, decode {stock['decode_tokens_per_s']:.1f} tokens/s, all in memory"
+        f"cache    {cache or 'a quarter of the experts'}: hit rate {stats['hit_rate']:.1%}, {_mib(stats['read_bytes'])} read, "
+        f"{_mib(stats['read_bytes'] / max(tokens, 1))} per generated token, {stats['evictions']} evictions"
     )
+    print(f"speed    {_speed(ours)}")
+
+
+def show_comparison(stock: dict[str, Any], arrays: dict[str, Any], our_arrays: dict[str, Any]) -> None:
+    print(f"stock    {_speed(stock)}, all in memory")
     difference = float(np.abs(arrays["logits"].astype(np.float64) - our_arrays["logits"]).max())
     same = bool((arrays["tokens"] == our_arrays["tokens"]).all())
     print(f"compare  tokens {'identical' if same else 'DIFFERENT'}, max |logit difference| {difference:g}")
     if not same or difference != 0:
         raise click.ClickException("the packed model does not compute what stock computes")
+
+
+def _speed(found: dict[str, Any]) -> str:
+    return f"prefill {found['prefill_tokens_per_s']:.1f}, decode {found['decode_tokens_per_s']:.1f} tokens/s"
 
 
 def _mib(n_bytes: float) -> str:

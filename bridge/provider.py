@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pypack.drive.direct_io import aligned_buffer
 from ..pypack.drive.reader import READ_SPLITS_MAX, STAGE_SLOTS_MAX, Reader, check_verify
-from ..pypack.drive.staging import StagingPool
 from ..pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
 from ..pypack.placement.budget import cache_budget, plan_pools
 from ..pypack.placement.cache import N_NEXT, ExpertCache
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _CHECKS: dict[Verify, int] = {"off": 0, "first": 1, "every": 2}  # expert_block.check
-_OWN_READS = 2  # at the same time: there are few, and a GPU needs a buffer for each
 
 assert lib.EXPERT_NEXT_SLOTS == N_NEXT
 
@@ -84,7 +81,7 @@ class Provider:
         check_verify("expert_verify", verify)
         if direct_io not in (True, False):
             raise UsageError(f"expert_direct_io must be True or False, not {shown(direct_io)}")
-        self._slots: list[memoryview | StagingPool] = []  # [n_slots] host memory, or how to get there
+        self._slots: list[memoryview | None] = []  # [n_slots] host memory, None: a device's
         self._error: ExpertPackError | None = None
         self.arena_bytes: dict[str, int] = {}  # by device
         self.counters = _SharedCounters()
@@ -92,17 +89,10 @@ class Provider:
         self._check_budget()
         self._is_direct = bool(direct_io)
         self._store = ffi.NULL
-        self._reader = Reader(
-            pack,
-            direct_io=self._is_direct,
-            read_splits=1,  # as many threads: native does the reading that must be fast
-            stage_slots=_OWN_READS,
-            verify="every",  # it reads what native could not, or has doubts about
-            counters=self.counters,
-        )
+        self._reader = Reader(pack, direct_io=self._is_direct, counters=self.counters)
         self._recheck = verify != "off"
         try:
-            self.blocks = _describe_blocks(pack, self._reader.fds, _CHECKS[verify])
+            self.blocks = _describe_blocks(pack, self._reader.fd, _CHECKS[verify])
             self._handle = ffi.new_handle(self)
             self._store = self._register(os.fspath(model_path))
             if self._store == ffi.NULL:
@@ -192,7 +182,7 @@ class Provider:
         ):
             raise BudgetError(_last_error())
         if host[0] == ffi.NULL:
-            self._slots += [self._staging_pool()] * plan.n_slots
+            self._slots += [None] * plan.n_slots
         else:
             arena = memoryview(ffi.buffer(host[0], plan.arena_bytes))
             sizes = [pool.block_bytes for pool in plan.pools for _ in range(pool.n_slots)]
@@ -201,10 +191,6 @@ class Provider:
             _log.warning("the memory that reads for %s land in is not page-locked: copies will be slower", device)
         self.cache.add_arena(plan)
         self.arena_bytes[device] = plan.arena_bytes
-
-    def _staging_pool(self) -> StagingPool:
-        block_bytes = max(layer.block_bytes for layer in self._pack.layers)
-        return StagingPool(self._reader, self._pack.layers, [aligned_buffer(block_bytes) for _ in range(_OWN_READS)])
 
     def fetch(self, layer: int, missing: list[int], active: list[int]) -> list[int]:
         return self.cache.fetch(layer, missing, active)
@@ -236,10 +222,7 @@ class Provider:
 
         try:
             place = self._slots[slot]
-            if isinstance(place, StagingPool):
-                place.submit(layer, expert, deliver, done)
-            else:
-                self._reader.submit(layer, expert, place, done)
+            self._reader.submit(layer, expert, deliver if place is None else place, done)
         except Exception as error:
             done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
 
@@ -286,10 +269,10 @@ class Provider:
         return lib.expert_store_create(os.fsencode(model_path), layers, len(self._pack.layers), tables, callbacks)
 
 
-def _describe_blocks(pack: Pack, fds: Sequence[int], check: int) -> NDArray[np.void]:
+def _describe_blocks(pack: Pack, fd: int, check: int) -> NDArray[np.void]:
     """[n_keys] of ``expert_block``."""
     blocks = np.zeros(pack.n_keys, _BLOCK)
-    blocks["fd"] = np.array(fds, np.int32)[pack.index["file_id"]]
+    blocks["fd"] = fd
     for name in ("offset", "digest"):
         blocks[name] = pack.index[name]
     blocks["check"] = check

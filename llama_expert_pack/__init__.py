@@ -16,7 +16,6 @@ from .pypack._version import __version__
 from .pypack.command.inspect import Description, describe
 from .pypack.convert.convert import Conversion, convert
 from .pypack.convert.verify import Verification, verify
-from .pypack.drive.reader import Reader
 from .pypack.errors import (
     BudgetError,
     DecodeError,
@@ -31,7 +30,7 @@ from .pypack.errors import (
     TraceError,
     UsageError,
 )
-from .pypack.format.layout import Extent, Layer, Role
+from .pypack.format.layout import Layer, Role
 from .pypack.format.manifest import Manifest
 from .pypack.format.pack import Pack, open_pack
 from .pypack.placement.budget import plan_pools
@@ -55,7 +54,6 @@ __all__ = [
     "ExpertCache",
     "ExpertPackError",
     "ExpertStats",
-    "Extent",
     "GGUFError",
     "Layer",
     "Llama",
@@ -64,7 +62,6 @@ __all__ = [
     "Pack",
     "PackError",
     "ReadError",
-    "Reader",
     "Role",
     "SourceMismatchError",
     "SpaceError",

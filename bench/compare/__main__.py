@@ -137,21 +137,8 @@ class Comparison:
 
     def measure_drive(self, round_: int) -> None:
         a = self.arguments
-        command = [
-            sys.executable,
-            "-m",
-            "bench.drive.raw_rate",
-            str(self.pack.path),
-            str(a["read_splits"]),
-            str(a["stage_slots"]),
-        ]
-        command += ["--gpu"] if self.sizes.vram is not None else []
-        run = subprocess.run(
-            command, env=environment(stock=False), cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        if run.returncode != 0:
-            raise UsageError(f"{self.pack.path}: the drive could not be measured: {run.stderr.strip()[-300:]}")
-        found = json.loads(run.stdout.splitlines()[-1])
+        gpu = self.sizes.vram is not None
+        found = raw_rate.in_process(self.pack.path, a["read_splits"], a["stage_slots"], gpu)
         self.write("raw", round=round_, **found)
         say(f"round {round_}: raw O_DIRECT {found['raw_bytes_per_s'] / 1e9:.2f} GB/s")
 

@@ -81,7 +81,7 @@ def build(lines: Sequence[Line], everything: Sequence[Line] = ()) -> StepModel |
     """
     conditions, raw = of_kind(lines, "conditions")[0], of_kind(lines, "raw")
     ours = [sample["decode"] for run in _runs(lines, "ours") for sample in run["samples"]]
-    if not raw or "wave_blocks" not in raw[0] or not ours:  # older files lack it
+    if not raw or not ours:
         return None
     n_steps = sum(part["n_tokens"] for part in ours)
     compute_s, host_s, basis = _computing(lines, everything, conditions)

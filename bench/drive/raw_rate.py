@@ -11,24 +11,19 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
-
-from llama_expert_pack.pypack.drive.direct_io import aligned_buffer
-from llama_expert_pack.pypack.drive.reader import Reader
+from bench.drive.programs import compiled, output
+from lab.stock import ROOT, environment
+from llama_expert_pack.pypack.errors import ExpertPackError, UsageError
 from llama_expert_pack.pypack.format.pack import Pack, open_pack
 
 STEP = 7919  # a prime: visits every block once, far from the one before
@@ -91,26 +86,11 @@ def block_facts(pack: Pack) -> tuple[int, int, int]:
     return block_bytes, n_blocks, max(1, min(n_blocks, ROUND_BYTES // block_bytes))
 
 
-def _compiled(name: str, arguments: Sequence[object]) -> list[float]:
-    """The numbers that a C program of this folder prints, one a line."""
+def raw_read_rates(pack: Pack, n_threads: int) -> list[float]:
+    """Bytes/s of threads that read blocks and do nothing else, in two passes."""
     with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / name
-        source = Path(__file__).with_name(f"{name}.c")
-        subprocess.run(["cc", "-O2", "-pthread", str(source), "-o", str(program)], check=True)
-        run = subprocess.run([str(program), *map(str, arguments)], check=True, capture_output=True, text=True)
-    return [float(line) for line in run.stdout.split()]
-
-
-def raw_read_rate(pack: Pack, n_threads: int) -> float:
-    """Bytes/s of threads that read blocks and do nothing else: raw_read.c, or Python's where there is no compiler."""
-    if shutil.which("cc") is None:
-        return _threads_rate(pack, n_threads, None)
-    return _compiled("raw_read", (pack.path, *block_facts(pack), n_threads, STEP))[0]
-
-
-def raw_read_copy_rate(pack: Pack, n_threads: int) -> float:
-    """Bytes/s of threads that read blocks into page-locked memory and copy them to the GPU."""
-    return _threads_rate(pack, n_threads, Gpu())
+        program = compiled("raw_read.c", Path(folder))
+        return [output(program, pack.path, *block_facts(pack), n_threads, STEP)[0] for _ in range(2)]
 
 
 def copy_rate(block_bytes: int, n: int = 100) -> float:
@@ -124,24 +104,24 @@ def copy_rate(block_bytes: int, n: int = 100) -> float:
     return n * block_bytes / (time.perf_counter() - start)
 
 
-def _threads_rate(pack: Pack, n_threads: int, gpu: Gpu | None) -> float:
+def raw_read_copy_rate(pack: Pack, n_threads: int) -> float:
+    """Bytes/s of threads that read blocks into page-locked memory and copy them to the GPU."""
+    gpu = Gpu()
     block_bytes, n_blocks, n_reads = block_facts(pack)
     fd = os.open(pack.path, os.O_RDONLY | os.O_DIRECT)
     numbers = count()
-    buffers = [gpu.page_locked(block_bytes) if gpu else aligned_buffer(block_bytes) for _ in range(n_threads)]
-    targets = [gpu.memory(block_bytes) if gpu else 0 for _ in range(n_threads)]
+    buffers = [gpu.page_locked(block_bytes) for _ in range(n_threads)]
+    targets = [gpu.memory(block_bytes) for _ in range(n_threads)]
     for buffer in buffers:
         buffer[:] = bytes(block_bytes)
 
     def work(i: int) -> None:
-        if gpu:
-            gpu.use()
+        gpu.use()
         while (number := next(numbers)) < n_reads:
             offset, done = number * STEP % n_blocks * block_bytes, 0
             while done < block_bytes:
                 done += os.preadv(fd, [buffers[i][done:]], offset + done)
-            if gpu:
-                gpu.copy(targets[i], buffers[i])
+            gpu.copy(targets[i], buffers[i])
 
     with ThreadPoolExecutor(n_threads) as pool:
         start = time.perf_counter()
@@ -152,60 +132,46 @@ def _threads_rate(pack: Pack, n_threads: int, gpu: Gpu | None) -> float:
     return n_reads * block_bytes / duration_s
 
 
-def burst_seconds(pack: Pack, read_splits: int, stage_slots: int, gpu: bool, n_repeats: int = 10) -> dict[int, float]:
-    """Mean seconds until `k` blocks that are asked for at once are all in memory, for several `k`: raw_burst.c, or the
-    pack's reader where there is no compiler."""
-    if shutil.which("cc") is None:
-        return _reader_burst_seconds(pack, read_splits, stage_slots, n_repeats)
+def burst_seconds(pack: Pack, read_splits: int, gpu: bool, n_repeats: int = 10) -> dict[int, float]:
+    """Mean seconds until `k` blocks that are asked for at once are all in memory, for several `k`."""
     block_bytes, n_blocks, _ = block_facts(pack)
     sizes = (block_bytes, n_blocks, read_threads(gpu), read_splits, int(gpu))
-    arguments = (pack.path, *sizes, n_repeats, STEP, *BURSTS)
-    return dict(zip(BURSTS, _compiled("raw_burst", arguments), strict=True))
-
-
-def _reader_burst_seconds(pack: Pack, read_splits: int, stage_slots: int, n_repeats: int) -> dict[int, float]:
-    keys = [(layer.index, expert) for layer in pack.layers for expert in range(layer.n_expert)]
-    order = iter(np.resize(np.random.default_rng(11).permutation(len(keys)), sum(BURSTS) * n_repeats))
-    buffers = [aligned_buffer(max(layer.block_bytes for layer in pack.layers)) for _ in range(max(BURSTS))]
-    for buffer in buffers:
-        buffer[:] = bytes(len(buffer))
-    reader = Reader(pack, read_splits=read_splits, stage_slots=stage_slots, verify="off")
-    found: dict[int, float] = {}
-    for k in BURSTS:
-        times = []
-        for _ in range(n_repeats):
-            ended: SimpleQueue[Exception | None] = SimpleQueue()
-            start = time.perf_counter()
-            for buffer in buffers[:k]:
-                layer, expert = keys[next(order)]
-                reader.submit(layer, expert, buffer[: pack.layers[layer].block_bytes], ended.put)
-            for _ in range(k):
-                if error := ended.get():
-                    raise error
-            times.append(time.perf_counter() - start)
-        found[k] = statistics.fmean(times)
-    reader.close()
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        program = compiled("raw_burst.c", Path(folder))
+        return dict(zip(BURSTS, output(program, pack.path, *sizes, n_repeats, STEP, *BURSTS), strict=True))
 
 
 def measure(pack: Pack, read_splits: int, stage_slots: int, gpu: bool) -> dict[str, Any]:
     """All of the above; without what needs a GPU's driver where it cannot be loaded."""
     # a first pass over a file can be several times slower than the next: the limit is the better one
-    passes = [raw_read_rate(pack, stage_slots) for _ in range(2)]
+    passes = raw_read_rates(pack, stage_slots)
     found: dict[str, Any] = {"raw_bytes_per_s": max(passes), "raw_passes_bytes_per_s": passes}
     if gpu:
         with suppress(OSError):
             found["raw_copy_bytes_per_s"] = raw_read_copy_rate(pack, stage_slots)
             found["copy_bytes_per_s"] = copy_rate(block_facts(pack)[0])
-    bursts = burst_seconds(pack, read_splits, stage_slots, gpu)
+    bursts = burst_seconds(pack, read_splits, gpu)
     found["burst_s"] = {str(k): seconds for k, seconds in bursts.items()}
     found["wave_blocks"] = wave_blocks(pack, read_splits, gpu)
     return found
 
 
+def in_process(pack: Path, read_splits: int, stage_slots: int, gpu: bool) -> dict[str, Any]:
+    """:func:`measure` in a process of its own, which gives the GPU back. Raises UsageError."""
+    arguments = [str(pack), str(read_splits), str(stage_slots), *(["--gpu"] if gpu else [])]
+    command = [sys.executable, "-m", "bench.drive.raw_rate", *arguments]
+    run = subprocess.run(command, env=environment(stock=False), cwd=ROOT, capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        raise UsageError(f"{pack}: the drive could not be measured: {run.stderr.strip()[-300:]}")
+    return json.loads(run.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
 def main() -> None:
     path, read_splits, stage_slots, *rest = sys.argv[1:]
-    print(json.dumps(measure(open_pack(path), int(read_splits), int(stage_slots), rest == ["--gpu"])))
+    try:
+        print(json.dumps(measure(open_pack(path), int(read_splits), int(stage_slots), rest == ["--gpu"])))
+    except ExpertPackError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

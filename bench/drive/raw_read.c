@@ -1,4 +1,4 @@
-// The yardstick of reader_bandwidth.py: threads that read whole blocks with O_DIRECT and do nothing else.
+// The yardstick of raw_rate.py and native_rate.py: threads that read whole blocks with O_DIRECT and do nothing else.
 // cc -O2 -pthread raw_read.c -o raw_read;  raw_read FILE BLOCK_BYTES N_BLOCKS N_READS N_THREADS STEP
 // Read number i is of block (i * STEP) % N_BLOCKS. Prints bytes per second.
 #define _GNU_SOURCE

@@ -10,20 +10,17 @@ Stock is found as lab.stock says, or in the folder EXPERT_PACK_STOCK_LIB names.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from bench.banner import banner
+from bench.drive import raw_rate
 from bench.gpu.speed import in_process
 from lab.make_model import make_model
-from lab.stock import ROOT
 from llama_expert_pack.pypack.convert.convert import convert
-from llama_expert_pack.pypack.errors import UsageError
-from llama_expert_pack.pypack.format.pack import Pack, open_pack
+from llama_expert_pack.pypack.format.pack import open_pack
 
 # the shapes that the prototype was measured with
 RESIDENT_MODELS: dict[str, dict[str, Any]] = {
@@ -72,23 +69,6 @@ def resident(out: Path, models: Path, rounds: int) -> None:
         write(out, {"benchmark": "resident-in-turn", "model": name, "n_layers": sizes["n_layer"], **found})
 
 
-def raw_rates(pack: Pack, read_splits: int, stage_slots: int) -> dict[str, Any]:
-    """What bench.drive.raw_rate finds, in a process of its own, which gives the GPU back."""
-    command = [
-        sys.executable,
-        "-m",
-        "bench.drive.raw_rate",
-        str(pack.path),
-        str(read_splits),
-        str(stage_slots),
-        "--gpu",
-    ]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if run.returncode != 0:
-        raise UsageError(f"{pack.path}: its drive could not be measured: {run.stderr.strip()[-300:]}")
-    return json.loads(run.stdout)  # type: ignore[no-any-return]
-
-
 @main.command(help="Delivery of missing experts with half of them in VRAM, beside the raw rate of the same pack.")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.argument("model", type=click.Path(path_type=Path))
@@ -98,7 +78,7 @@ def raw_rates(pack: Pack, read_splits: int, stage_slots: int) -> dict[str, Any]:
 @click.option("--splits", default="64", show_default=True, help="Parts of a block, one run each.")
 def missing(out: Path, model: Path, label: str, share: float, steps: int, splits: str) -> None:
     pack = open_pack(convert(model).path)
-    raw = raw_rates(pack, 64, 16)
+    raw = raw_rate.in_process(pack.path, 64, 16, gpu=True)
     for n_splits in map(int, splits.split(",")):
         packed = {
             "expert_pack": True,

@@ -1,10 +1,6 @@
-"""Reads experts from a pack into memory, several at a time, from a few threads.
+"""Reads the blocks that native could not read, one at a time a thread, with retries and a reason.
 
-    submit --(at most stage_slots blocks in flight, the rest wait)--> parts --queue--> threads: preadv
-    last part of a block: checksum --> failed parts again, up to `retries` times --> on_done, exactly once
-
-A block is cut into parts only while there are threads without work: one expert then arrives sooner, and many
-experts are read whole.
+submit --queue--> thread: preadv, checksum, up to RETRIES times again --> deliver, unless it is in place --> on_done
 """
 
 from __future__ import annotations
@@ -13,387 +9,205 @@ import errno
 import logging
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
 import xxhash
 
-from ..errors import PackError, ReadError, UsageError
-from ..format.layout import ALIGNMENT, Extent, Layer, align_up
+from ..errors import ReadError, UsageError
+from ..format.layout import ALIGNMENT
 from ..stats.counters import Counter, Counters
-from ..values.checks import check_count, shown
+from ..values.checks import shown
 from .direct_io import WITHOUT_DIRECT_IO, PreadInto, address, aligned_buffer, open_file, pread_into, read_exact
+
+if TYPE_CHECKING:
+    from ..format.pack import Pack
 
 __all__ = [
     "READ_SPLITS_MAX",
+    "RETRIES",
     "STAGE_SLOTS_MAX",
     "VERIFY_MODES",
+    "Deliver",
     "OnDone",
-    "ReadablePack",
     "Reader",
     "Verify",
     "check_verify",
 ]
 
+# of native's reading
 Verify = Literal["first", "off", "every"]
 VERIFY_MODES: tuple[Verify, ...] = ("first", "off", "every")
-OnDone = Callable[[ReadError | None], None]
 READ_SPLITS_MAX = 1024
 STAGE_SLOTS_MAX = 1024  # each may be a block of page-locked memory
 
-_RETRIES_MAX = 100
-_THREADS_MAX = 16
-_PART_BYTES_MIN = 1 << 20  # below this a part costs more than its parallel read gains
-_BOUNCE_BYTES = 2 << 20
+RETRIES = 3
+OnDone = Callable[[ReadError | None], None]
+Deliver = Callable[[memoryview], None]
+"""Copies a block to memory that the host can't write to, and returns when it is there; raises :class:`ReadError`."""
+
+_N_THREADS = 2  # few blocks come here, and each thread may take the memory of one
 
 _log = logging.getLogger(__name__)
 
 
-class ReadablePack(Protocol):
-    """What the reader needs of :class:`llama_expert_pack.pypack.format.pack.Pack`."""
-
-    @property
-    def layers(self) -> Sequence[Layer]: ...
-    @property
-    def files(self) -> Sequence[Path]: ...
-    def extents(self, layer: int, expert: int) -> tuple[Extent, ...]: ...
-    def digest(self, layer: int, expert: int) -> bytes: ...
-
-
-_Part = Sequence[Extent]  # cut at multiples of ALIGNMENT in the file
-
-
-@dataclass(eq=False)
-class _Block:
-    """One expert on its way."""
-
+class _Request(NamedTuple):
     layer: int
     expert: int
-    extents: tuple[Extent, ...]
-    dest: memoryview
+    target: memoryview | Deliver
     on_done: OnDone
-    retries_left: int
-    parts: Sequence[_Part] = ()
-    n_left: int = 0  # parts not yet ended
-    failed: list[_Part] = field(default_factory=list)
-    error: ReadError | None = None
 
 
 class Reader:
-    """A bounded pool of reader threads over the files of a pack. Thread-safe.
+    """Two threads over the file of a pack. Thread-safe.
 
-    ``direct_io`` False reads through the page cache, and counts each block in ``FALLBACKS``.
-    ``read_splits``: parts that one block is cut into at most; ``stage_slots``: blocks in flight at most.
-    ``verify``: check a block's xxh3_128 at the first read of the expert here, at every read, or never.
-    ``retries``: how often a failed, short or corrupt read is tried again.
-    ``pread`` replaces the system call: a faster one, or a failing one in tests.
-
-    Raises :class:`llama_expert_pack.pypack.errors.DirectIOError`, :class:`ReadError` or :class:`UsageError`.
+    ``direct_io`` False reads through the page cache, and counts each block in ``FALLBACKS``. ``pread`` replaces the
+    system call, in tests by one that fails.
+    Raises :class:`llama_expert_pack.pypack.errors.DirectIOError` or :class:`ReadError`.
     """
 
     def __init__(
-        self,
-        pack: ReadablePack,
-        *,
-        direct_io: bool = True,
-        read_splits: int = 4,
-        stage_slots: int = 12,
-        verify: Verify = "first",
-        retries: int = 3,
-        counters: Counters | None = None,
-        pread: PreadInto = pread_into,
+        self, pack: Pack, *, direct_io: bool = True, counters: Counters | None = None, pread: PreadInto = pread_into
     ) -> None:
-        check_count("read_splits", read_splits, 1, READ_SPLITS_MAX)
-        check_count("stage_slots", stage_slots, 1, STAGE_SLOTS_MAX)
-        check_count("retries", retries, 0, _RETRIES_MAX)
-        check_verify("verify", verify)
         self._pack = pack
-        self._layers = tuple(pack.layers)
+        self._layers = pack.layers
         self._direct_io = direct_io
-        self._read_splits = read_splits
-        self._stage_slots = stage_slots
-        self._verify = verify
-        self._retries = retries
         self._counters = counters or Counters()
         self._pread = pread
-        self._verified = bytearray(sum(layer.n_expert for layer in pack.layers))  # [n_keys] 1: checked once
-        self._fds = _open_all(pack.files, direct_io)
+        self.fd = open_file(pack.path, direct_io)  # open until close(), -1 then
         self._pid = os.getpid()
-
-        self._lock = threading.Lock()  # guards the next five, and the blocks' n_left, failed and error
-        self._ended = threading.Condition(self._lock)
-        self._n_open = 0  # submitted, on_done not yet returned
-        self._n_in_flight = 0
-        self._waiting: deque[_Block] = deque()
+        self._lock = threading.Lock()  # guards closed, and fd's end
         self._closed = False
-
-        self._queue: SimpleQueue[tuple[_Block, _Part] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"expert-reader-{i}", daemon=True)
-            for i in range(min(stage_slots * read_splits, _THREADS_MAX))
-        ]
-        started: list[threading.Thread] = []
+        self._queue: SimpleQueue[_Request | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
         try:
-            for thread in self._threads:
+            for i in range(_N_THREADS):
+                thread = threading.Thread(target=self._run, name=f"expert-reader-{i}", daemon=True)
                 thread.start()
-                started.append(thread)
-        except BaseException:  # no more threads: those that run, and the files, must not stay
-            self._threads = started
+                self._threads.append(thread)
+        except BaseException:  # no more threads: those that run, and the file, must not stay
             self.close()
             raise
 
-    @property
-    def fds(self) -> Sequence[int]:
-        """The pack's files, open for as long as this reader."""
-        return self._fds
+    def submit(self, layer: int, expert: int, target: memoryview | Deliver, on_done: OnDone) -> None:
+        """Start to read an expert into ``target``; ``on_done(error or None)`` is called when that ends.
 
-    def submit(self, layer: int, expert: int, dest: memoryview, on_done: OnDone) -> None:
-        """Start to read an expert into ``dest``; ``on_done(error or None)`` is called when that ends.
-
-        ``dest``: writable, block_bytes long, with direct I/O page-aligned; the caller's until it calls, the
-        reader's until ``on_done``. ``on_done`` comes from a reader thread, exactly once; it may submit.
-        Raises ValueError for a wrong argument, RuntimeError after :meth:`close` and :class:`PackError` for
-        extents that do not fit, and :class:`UsageError` in a forked child; ``on_done`` is not called then.
+        ``target``: memory, writable, block_bytes long and with direct I/O page-aligned, the reader's until ``on_done``;
+        or what takes the right bytes. Both functions are called from a reader thread, ``on_done`` exactly once;
+        it may submit.
+        Raises IndexError or ValueError for a wrong argument, RuntimeError after :meth:`close` and :class:`UsageError`
+        in a forked child; ``on_done`` is not called then.
         """
         if os.getpid() != self._pid:
             raise UsageError("this reader's threads are in the process that forked this one: make a reader here")
-        dest = self._checked_dest(layer, expert, dest)
-        extents = self._checked_extents(layer, expert)
-        block = _Block(layer, expert, extents, dest, on_done, self._retries)
+        self._pack.offset(layer, expert)  # there is such an expert
+        if isinstance(target, memoryview):
+            self._check_memory(layer, expert, target)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reader is closed")
-            self._n_open += 1
-            if self._n_in_flight == self._stage_slots:
-                self._waiting.append(block)
-                return
-            self._n_in_flight += 1
-        self._start(block)
+            self._queue.put(_Request(layer, expert, target, on_done))
 
     def close(self) -> None:
-        """Wait for all that was submitted, stop the threads, close the files. Not from ``on_done``.
+        """Wait for all that was submitted, stop the threads, close the file. Not from ``on_done``.
 
-        In a forked child, which has neither the reads nor the threads, only the files are closed.
+        In a forked child, which has neither the reads nor the threads, only the file is closed.
         """
         if os.getpid() != self._pid:
-            _close_all(self._fds)
+            self._close_file()
             return
-        if threading.current_thread() in self._threads:
-            raise RuntimeError("the reader cannot be closed by one of its own threads")
         with self._lock:
             was_closed, self._closed = self._closed, True
-            while self._n_open:
-                self._ended.wait()
         if not was_closed:
             for _ in self._threads:
                 self._queue.put(None)
         for thread in self._threads:
             thread.join()
         with self._lock:
-            _close_all(self._fds)
+            self._close_file()
 
-    # ---- a block's way through the reader
+    def _close_file(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
-    def _checked_dest(self, layer: int, expert: int, dest: memoryview) -> memoryview:
-        if not 0 <= layer < len(self._layers) or not 0 <= expert < self._layers[layer].n_expert:
-            raise ValueError(f"the pack has no expert {expert} in layer {layer}")
+    def _check_memory(self, layer: int, expert: int, memory: memoryview) -> None:
         expected = self._layers[layer].block_bytes
-        if dest.readonly or not dest.c_contiguous or dest.nbytes != expected:
-            raise ValueError(f"expert {expert} of layer {layer} needs {expected} writable bytes, not {dest!r}")
-        if self._direct_io and address(dest) % ALIGNMENT:
-            raise ValueError(f"direct I/O needs memory aligned to {ALIGNMENT} bytes, not {address(dest):#x}")
-        return dest.cast("B")
+        if memory.readonly or not memory.c_contiguous or memory.nbytes != expected:
+            raise ValueError(f"expert {expert} of layer {layer} needs {expected} writable bytes, not {memory!r}")
+        if self._direct_io and address(memory) % ALIGNMENT:
+            raise ValueError(f"direct I/O needs memory aligned to {ALIGNMENT} bytes, not {address(memory):#x}")
 
-    def _checked_extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
-        extents = self._pack.extents(layer, expert)
-        end = self._layers[layer].block_bytes
-        for extent in extents:
-            fits = extent.dest_offset >= 0 and extent.dest_offset + extent.length <= end
-            if not (fits and extent.length > 0 and extent.offset >= 0 and 0 <= extent.file_id < len(self._pack.files)):
-                raise PackError(f"expert {expert} of layer {layer} does not fit its block of {end} bytes: {extent}")
-        return extents
-
-    def _start(self, block: _Block) -> None:
-        _zero_gaps(block.dest, block.extents)
-        n_idle = len(self._threads) // self._n_in_flight
-        n_parts = min(self._read_splits, max(1, n_idle), -(-len(block.dest) // _PART_BYTES_MIN))
-        block.parts = [block.extents] if n_parts == 1 else _cut(block.extents, n_parts)
-        self._enqueue(block, block.parts)
-
-    def _enqueue(self, block: _Block, parts: Sequence[_Part]) -> None:
-        block.n_left = len(parts)
-        block.failed = []
-        for part in parts:
-            self._queue.put((block, part))
+    # ---- in a reader thread
 
     def _run(self) -> None:
-        bounce = aligned_buffer(_BOUNCE_BYTES)  # untouched memory costs nothing
-        while (work := self._queue.get()) is not None:
-            block, part = work
-            error: ReadError | None = None
-            try:
-                self._read_part(block, part, bounce)
-            except Exception as cause:  # whatever happened, on_done must be called
-                error = self._read_error(block, part, cause)
-            with self._lock:
-                if error is not None:
-                    block.failed.append(part)
-                    block.error = error
-                block.n_left -= 1
-                is_last = block.n_left == 0
-            if is_last:
-                self._settle(block)
-            del work, block, part, error  # hold no block while waiting for the next
-
-    def _settle(self, block: _Block) -> None:
-        """All parts have ended: report the block, or read again what failed."""
-        again: Sequence[_Part] = block.failed
-        if not again:
-            try:
-                block.error = self._digest_error(block)
-            except Exception as cause:  # on_done must be called
-                block.error = self._read_error(block, block.parts[0], cause)
-            if block.error is None:
-                self._finish(block, None)
-                return
-            again = block.parts
-        n_errors = len(block.failed) or 1
-        self._counters.add(Counter.IO_ERRORS, n_errors)
-        if block.retries_left == 0:
-            self._finish(block, block.error)
-            return
-        block.retries_left -= 1
-        self._counters.add(Counter.IO_RETRIES, n_errors)
-        self._enqueue(block, again)
-
-    def _finish(self, block: _Block, error: ReadError | None) -> None:
-        if not self._direct_io:
-            self._counters.add(Counter.FALLBACKS)
-        following: _Block | None = None
-        with self._lock:
-            if self._waiting:
-                following = self._waiting.popleft()
-            else:
-                self._n_in_flight -= 1
-        if following is not None:
-            self._start(following)
-        try:
-            block.on_done(error)
-        except Exception:
-            _log.exception("the end of the read of expert %d of layer %d was not handled", block.expert, block.layer)
-        with self._lock:
-            self._n_open -= 1
-            if self._n_open == 0:
-                self._ended.notify_all()
-
-    # ---- reading and checking
-
-    def _read_part(self, block: _Block, part: _Part, bounce: memoryview) -> None:
-        n_bytes = 0
-        for segment in part:
-            fd = self._fds[segment.file_id]
-            dest = block.dest[segment.dest_offset : segment.dest_offset + segment.length]
+        while (request := self._queue.get()) is not None:
+            error = self._serve(request)
             if not self._direct_io:
-                n_bytes += read_exact(fd, dest, segment.offset, alignment=1, pread=self._pread)
-            elif (segment.offset | segment.length | segment.dest_offset) % ALIGNMENT == 0:
-                n_bytes += read_exact(fd, dest, segment.offset, pread=self._pread)
-            else:
-                n_bytes += self._read_unaligned(fd, dest, segment.offset, bounce)
-        self._counters.add(Counter.READ_BYTES, n_bytes)
+                self._counters.add(Counter.FALLBACKS)
+            try:
+                request.on_done(error)
+            except Exception:
+                _log.exception(
+                    "the end of the read of expert %d of layer %d was not handled", request.expert, request.layer
+                )
+            del request, error  # hold no block while waiting for the next
 
-    def _read_unaligned(self, fd: int, dest: memoryview, offset: int, bounce: memoryview) -> int:
-        """Read the aligned range around the bytes into ``bounce``, piece by piece, and copy them."""
-        target = np.frombuffer(dest, np.uint8)
-        source = np.frombuffer(bounce, np.uint8)
-        n_bytes = done = 0
-        while done < len(dest):
-            skip = (offset + done) % ALIGNMENT
-            n = min(len(dest) - done, len(bounce) - skip)
-            n_aligned = align_up(skip + n, ALIGNMENT)
-            start = offset + done - skip
-            n_bytes += read_exact(fd, bounce[:n_aligned], start, n_needed=skip + n, pread=self._pread)
-            np.copyto(target[done : done + n], source[skip : skip + n])  # unlike a slice, lets other threads run
-            done += n
-        return n_bytes
+    def _serve(self, request: _Request) -> ReadError | None:
+        layer, expert, target, _ = request
+        if isinstance(target, memoryview):
+            return self._read(layer, expert, target.cast("B"))
+        try:
+            block = aligned_buffer(self._layers[layer].block_bytes)
+            error = self._read(layer, expert, block)
+            if error is None:
+                target(block)
+            return error
+        except ReadError as cause:
+            return cause
+        except Exception as cause:  # whatever happened, on_done must be called
+            return self._read_error(layer, expert, cause)
 
-    def _digest_error(self, block: _Block) -> ReadError | None:
-        key = self._layers[block.layer].first_key + block.expert
-        if self._verify == "off" or (self._verify == "first" and self._verified[key]):
-            return None
-        expected = self._pack.digest(block.layer, block.expert)
-        found = xxhash.xxh3_128_digest(block.dest)
+    def _read(self, layer: int, expert: int, block: memoryview) -> ReadError | None:
+        for n_left in range(RETRIES, -1, -1):
+            error = self._attempt(layer, expert, block)
+            if error is None:
+                break
+            self._counters.add(Counter.IO_ERRORS)
+            if n_left:
+                self._counters.add(Counter.IO_RETRIES)
+        return error
+
+    def _attempt(self, layer: int, expert: int, block: memoryview) -> ReadError | None:
+        try:
+            alignment = ALIGNMENT if self._direct_io else 1
+            offset = self._pack.offset(layer, expert)
+            n_bytes = read_exact(self.fd, block, offset, alignment=alignment, pread=self._pread)
+            self._counters.add(Counter.READ_BYTES, n_bytes)
+            return self._digest_error(layer, expert, block)
+        except Exception as cause:  # whatever happened, on_done must be called
+            return self._read_error(layer, expert, cause)
+
+    def _digest_error(self, layer: int, expert: int, block: memoryview) -> ReadError | None:
+        expected = self._pack.digest(layer, expert)
+        found = xxhash.xxh3_128_digest(block)
         if found == expected:
-            self._verified[key] = 1
             return None
         return ReadError(
-            f"{self._path(block.parts[0])}: expert {block.expert} of layer {block.layer} has checksum "
-            f"{found.hex()}, expected {expected.hex()}: the file or the disk is damaged; check it with "
-            "`expert-pack verify --deep`"
+            f"{self._pack.path}: expert {expert} of layer {layer} has checksum {found.hex()}, expected "
+            f"{expected.hex()}: the file or the disk is damaged; check it with `expert-pack verify --deep`"
         )
 
-    def _read_error(self, block: _Block, part: _Part, cause: Exception) -> ReadError:
+    def _read_error(self, layer: int, expert: int, cause: Exception) -> ReadError:
         code = cause.errno if isinstance(cause, OSError | ReadError) else 0
         why = (isinstance(cause, OSError) and cause.strerror) or str(cause) or type(cause).__name__
         if code == errno.EINVAL and self._direct_io:  # some file systems open and read one page, but not more
             why += f"; direct I/O of this size seems not possible: {WITHOUT_DIRECT_IO}"
-        return ReadError(
-            f"{self._path(part)}: expert {block.expert} of layer {block.layer} could not be read: {why}",
-            code or 0,
-        )
-
-    def _path(self, part: _Part) -> Path:
-        return self._pack.files[part[0].file_id]
+        return ReadError(f"{self._pack.path}: expert {expert} of layer {layer} could not be read: {why}", code or 0)
 
 
 def check_verify(name: str, value: object) -> None:
     """Raises :class:`UsageError` if it is no way to verify."""
     if value not in VERIFY_MODES:
         raise UsageError(f"{name} must be one of {', '.join(VERIFY_MODES)}, not {shown(value)}")
-
-
-def _cut(extents: Sequence[Extent], n_parts: int) -> Sequence[_Part]:
-    """At most ``n_parts`` parts of about equal bytes, cut at multiples of ALIGNMENT in the file."""
-    part_bytes = align_up(-(-sum(extent.length for extent in extents) // n_parts), ALIGNMENT)
-    parts: list[list[Extent]] = [[]]
-    n_left = part_bytes
-    for extent in extents:
-        start, end = extent.offset, extent.offset + extent.length
-        while start < end:
-            if n_left <= 0:
-                parts.append([])
-                n_left = part_bytes
-            cut = min(end, align_up(start + n_left, ALIGNMENT))
-            parts[-1].append(Extent(extent.file_id, start, cut - start, extent.dest_offset + start - extent.offset))
-            n_left -= cut - start
-            start = cut
-    return parts
-
-
-def _zero_gaps(dest: memoryview, extents: Sequence[Extent]) -> None:
-    """Zero what no extent fills: the slot may still hold another layer's bytes where padding must be zero."""
-    filled = 0
-    for extent in sorted(extents, key=lambda extent: extent.dest_offset):
-        dest[filled : extent.dest_offset] = bytes(extent.dest_offset - filled)
-        filled = extent.dest_offset + extent.length
-    dest[filled:] = bytes(len(dest) - filled)
-
-
-def _open_all(files: Sequence[Path], direct_io: bool) -> list[int]:
-    fds: list[int] = []
-    try:
-        for path in files:
-            fds.append(open_file(path, direct_io))
-    except BaseException:
-        _close_all(fds)
-        raise
-    return fds
-
-
-def _close_all(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())

@@ -54,15 +54,6 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_offset: int = 0
 
 
-class Extent(NamedTuple):
-    """``length`` bytes at ``offset`` of the pack's file ``file_id`` go to ``dest_offset`` of the slot."""
-
-    file_id: int
-    offset: int
-    length: int
-    dest_offset: int
-
-
 class Weight(NamedTuple):
     """A routed tensor before it has a place in the block."""
 

@@ -16,10 +16,9 @@ from .._version import __version__
 from ..errors import PackError
 from ..ggml_types import GGML_TYPES
 from .header import ENTRY_BYTES, HEADER_BYTES, VERSION
-from .layout import ALIGNMENT, GROUP_ORDER, ROLE_ORDER, Extent, Layer, Role, Weight, lay_out_pack
+from .layout import ALIGNMENT, GROUP_ORDER, ROLE_ORDER, Layer, Role, Weight, lay_out_pack
 
 __all__ = [
-    "Extent",
     "Layer",
     "Manifest",
     "ModelFacts",

@@ -14,7 +14,7 @@ from ..system.os_errors import os_errors
 from ..system.regular_file import open_regular
 from ..values.checks import check_path
 from .header import ENTRY, HEADER_BYTES, Header, Index, decode_header, make_header, make_index
-from .layout import ALIGNMENT, Extent, Layer, payload_bytes
+from .layout import ALIGNMENT, Layer, payload_bytes
 from .manifest import MAX_MANIFEST_BYTES, Manifest, canonical_sha256, decode_manifest
 
 __all__ = [
@@ -32,12 +32,11 @@ MANIFEST_SUFFIX = ".manifest.json"
 
 @dataclass(frozen=True)
 class Pack:
-    """An opened pack. ``files`` are the paths that extents refer to; ``index`` has one entry for each key."""
+    """An opened pack; ``index`` has one entry for each key."""
 
     path: Path
     manifest: Manifest
     header: Header
-    files: list[Path]
     index: Index
 
     @property
@@ -53,10 +52,12 @@ class Pack:
         """Bytes of all blocks, padding included."""
         return payload_bytes(self.manifest.layers)
 
-    def extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
-        """Where to read an expert of layer number ``layer``: together exactly ``block_bytes`` bytes."""
-        entry = self.index[self._key(layer, expert)]
-        return (Extent(int(entry["file_id"]), int(entry["offset"]), int(entry["length"]), 0),)
+    def offset(self, layer: int, expert: int) -> int:
+        """Byte of the file where an expert of layer number ``layer`` starts; it is the layer's ``block_bytes`` long.
+
+        Raises IndexError if there is no such expert.
+        """
+        return int(self.index[self._key(layer, expert)]["offset"])
 
     def digest(self, layer: int, expert: int) -> bytes:
         """xxh3_128 of the expert's whole block, 16 bytes, big-endian."""
@@ -117,7 +118,7 @@ def check_pack(path: Path, fd: int, page: bytes, manifest_data: bytes, where: Pa
         raise PackError(f"{where} belongs to another pack: header_sha256 is not that of {path.name}")
     index = np.frombuffer(index_bytes, ENTRY)
     _check_places(path, manifest, header, index)
-    return Pack(path, manifest, header, [path], index)
+    return Pack(path, manifest, header, index)
 
 
 def _read_index(path: Path, fd: int, header: Header) -> bytes:

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..errors import TraceError
 from ..format.layout import Layer
 
@@ -24,7 +21,6 @@ __all__ = [
     "TraceEnd",
     "decode_header",
     "encode_header",
-    "encode_record",
 ]
 
 MAGIC = b"LXPTRACE"
@@ -122,16 +118,6 @@ def decode_header(data: bytes | bytearray, path: object) -> tuple[Head, int]:
             "have: record it again"
         )
     return Head(policy.decode("ascii"), top_k, tuple(layers)), size
-
-
-def encode_record(layer: int, kind: Kind, step: int, number: int, ids: Sequence[int] | NDArray[np.int32]) -> bytes:
-    return _RECORD.pack(layer, kind, step, number, len(ids)) + np.asarray(ids, "<u2").tobytes()
-
-
-def encode_end(records: bytes, end: TraceEnd) -> bytes:
-    """The last record, behind ``records``."""
-    numbers = _END.pack(len(records), *end)
-    return _RECORD.pack(NO_LAYER, Kind.END, 0, zlib.crc32(records), len(numbers) // 2) + numbers
 
 
 def decode_end(data: bytes | memoryview) -> tuple[int, int, TraceEnd] | None:

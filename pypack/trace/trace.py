@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from ..placement.budget import plan_pools
 from ..policy.pool import Pool
 from .check import check_trace
 from .content import read_content
-from .format import END_BYTES, RECORD_BYTES, Head, Kind, TraceEnd, decode_end, decode_header, encode_end, encode_header
+from .format import END_BYTES, RECORD_BYTES, Head, Kind, TraceEnd, decode_end, decode_header
 
 __all__ = ["Trace", "read_trace"]
 
@@ -106,20 +105,6 @@ class Trace:
     def pools(self, budget_bytes: int) -> list[Pool]:
         """The pools of another budget, on one device. Raises :class:`BudgetError` if it is too small."""
         return list(plan_pools(self.layers, budget_bytes, self.top_k).pools)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as a file, as if the run had been recorded there."""
-        sizes = np.diff(self.start)
-        places = np.concatenate(([0], np.cumsum(sizes + _HEAD_WORDS)))
-        words = np.zeros(int(places[-1]), "<u2")
-        at = places[:-1]
-        words[at], words[at + 1] = self.layer, self.kind
-        for i, numbers in enumerate((self.step, self.number, sizes)):
-            words[at + 2 + 2 * i], words[at + 3 + 2 * i] = numbers & 0xFFFF, numbers >> 16
-        words[_is_id(at, len(words))] = self.ids
-        records = words.tobytes()
-        end = self.end or TraceEnd(int((self.kind == Kind.ACQUIRE).sum()), 0, 0, 0, 0)
-        Path(path).write_bytes(encode_header(self.layers, self.top_k, self.policy) + records + encode_end(records, end))
 
 
 def read_trace(path: str | os.PathLike[str], *, allow_cut: bool = False) -> Trace:

@@ -15,7 +15,7 @@ from llama_expert_pack.pypack.drive.direct_io import pread_into
 from llama_expert_pack.pypack.errors import BudgetError
 from llama_expert_pack.pypack.format.pack import open_pack
 from llama_expert_pack.pypack.source.match import find_pack
-from tests.runtime.packed import decode_error, evaluate, flip_byte, loaded, reads, refused, variant
+from tests.runtime.packed import decode_error, evaluate, flip_every_block, loaded, reads, refused, variant
 
 BATCHES = [32, 1, 1, 7, 1]
 
@@ -55,14 +55,11 @@ def test_reads_that_go_on_failing_fail_the_decode_and_the_next_one_is_right(
 def test_a_damaged_pack_fails_the_decode_until_it_is_mended(n_before: int, model: tuple[Path, np.ndarray]) -> None:
     path, expected = model
     pack = open_pack(find_pack(path))
-    places = [pack.extents(layer.index, expert)[0] for layer in pack.layers for expert in range(layer.n_expert)]
     with loaded(path, **options_for(path)) as llm:
         evaluate(llm, BATCHES[:n_before])
-        for place in places:
-            flip_byte(pack.path, place.offset + place.length // 2)
+        flip_every_block(pack)
         text = decode_error(lambda: evaluate(llm, BATCHES[n_before : n_before + 1]))
-        for place in places:
-            flip_byte(pack.path, place.offset + place.length // 2)
+        flip_every_block(pack)
         assert "checksum" in text
         assert np.array_equal(evaluate(llm, BATCHES[n_before:]), expected)
 

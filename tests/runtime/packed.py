@@ -19,6 +19,7 @@ from llama_expert_pack import Llama
 from llama_expert_pack.pypack.convert.convert import convert
 from llama_expert_pack.pypack.drive.direct_io import pread_into
 from llama_expert_pack.pypack.errors import DecodeError
+from llama_expert_pack.pypack.format.pack import Pack
 
 SMALL = {"n_ctx": 256, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1, "logits_all": True, "verbose": False}
 
@@ -145,6 +146,12 @@ def flip_byte(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
         file.flush()
         os.fsync(file.fileno())
+
+
+def flip_every_block(pack: Pack) -> None:
+    for layer in pack.layers:
+        for expert in range(layer.n_expert):
+            flip_byte(pack.path, pack.offset(layer.index, expert) + layer.block_bytes // 2)
 
 
 def decode_error(call: Callable[[], Any]) -> str:

@@ -24,7 +24,7 @@ from tests.runtime.packed import (
     bits,
     decode_error,
     evaluate,
-    flip_byte,
+    flip_every_block,
     flipped_byte,
     loaded,
     reads,
@@ -215,10 +215,10 @@ def test_one_damaged_expert_fails_only_the_evaluations_that_use_it(tmp_path: Pat
         used = np.flatnonzero(llm._provider.cache.freq)
     damaged = int(used[len(used) // 2])
     layer = next(x for x in pack.layers if x.first_key <= damaged < x.first_key + x.n_expert)
-    (extent,) = pack.extents(layer.index, damaged - layer.first_key)
+    start = pack.offset(layer.index, damaged - layer.first_key)
 
     def pread(fd: int, buffer: memoryview, offset: int) -> int:
-        here = extent.offset <= offset < extent.offset + extent.length
+        here = start <= offset < start + layer.block_bytes
         return (flipped_byte if here else pread_into)(fd, buffer, offset)
 
     with loaded(path) as llm:
@@ -371,15 +371,12 @@ def test_a_state_saved_after_a_failure_is_whole(tmp_path: Path) -> None:
 def test_a_damaged_pack_fails_the_decode_until_it_is_mended(verify: str, direct_io: bool, tmp_path: Path) -> None:
     path = variant("type-Q4_K", tmp_path)
     pack = open_pack(find_pack(path))
-    places = [pack.extents(layer.index, expert)[0] for layer in pack.layers for expert in range(layer.n_expert)]
     options = {"expert_cache": least(path), "expert_verify": verify, "expert_direct_io": direct_io}
     with loaded(path, **options) as llm:
         expected = evaluate(llm, BATCHES)
-    for place in places:
-        flip_byte(pack.path, place.offset + place.length // 2)
+    flip_every_block(pack)
     with loaded(path, **options) as llm:
         text = decode_error(lambda: evaluate(llm, BATCHES[:1]))
         assert "checksum" in text and "\n" not in text
-        for place in places:
-            flip_byte(pack.path, place.offset + place.length // 2)
+        flip_every_block(pack)
         assert np.array_equal(evaluate(llm, BATCHES), expected)

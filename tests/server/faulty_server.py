@@ -10,7 +10,6 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,8 @@ def open_checked(*arguments: Any) -> Pack:
     return usual_open(*arguments)
 
 
-def only_the_provider(pack: Pack, fds: Sequence[int], check: int) -> NDArray[np.void]:
-    return describe_blocks(pack, [-1] * len(fds), check)
+def only_the_provider(pack: Pack, fd: int, check: int) -> NDArray[np.void]:
+    return describe_blocks(pack, -1, check)
 
 
 def open_directly(path: Path, flags: int) -> int:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import xxhash
 
-from llama_expert_pack.pypack.format.layout import Extent, Layer
+from llama_expert_pack.pypack.format.header import Header, make_index
+from llama_expert_pack.pypack.format.layout import Layer
+from llama_expert_pack.pypack.format.manifest import Manifest
+from llama_expert_pack.pypack.format.pack import Pack
 
 
 def make_layers(shapes: Sequence[tuple[int, int]]) -> list[Layer]:
@@ -21,40 +28,21 @@ def make_layers(shapes: Sequence[tuple[int, int]]) -> list[Layer]:
     return layers
 
 
-class FakePack:
-    """A file of random blocks. ``pieces``: (length, dest_offset) of each expert's extents."""
+@dataclass(frozen=True)
+class FakePack(Pack):
+    blocks: list[bytes]
 
-    def __init__(
-        self,
-        path: Path,
-        n_expert: int,
-        block_bytes: int,
-        pieces: Sequence[tuple[int, int]] | None = None,
-        start: int = 0,
-    ) -> None:
-        self.files = [path]
-        self.layers = make_layers([(n_expert, block_bytes)])
-        self.blocks: list[bytes] = []
-        self._extents: list[tuple[Extent, ...]] = []
-        contents = bytearray(os.urandom(start))
-        for _ in range(n_expert):
-            block = bytearray(block_bytes)
-            extents = []
-            for length, dest_offset in pieces or [(block_bytes, 0)]:
-                data = os.urandom(length)
-                block[dest_offset : dest_offset + length] = data
-                extents.append(Extent(0, len(contents), length, dest_offset))
-                contents += data
-            self.blocks.append(bytes(block))
-            self._extents.append(tuple(extents))
-        path.write_bytes(contents)
 
-    def extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
-        assert layer == 0
-        return self._extents[expert]
-
-    def digest(self, layer: int, expert: int) -> bytes:
-        return xxhash.xxh3_128_digest(self.blocks[expert])
+def fake_pack(path: Path, n_expert: int, block_bytes: int) -> FakePack:
+    """A file of random blocks, those of one layer."""
+    layers = make_layers([(n_expert, block_bytes)])
+    blocks = [os.urandom(block_bytes) for _ in range(n_expert)]
+    path.write_bytes(b"".join(blocks))
+    index = make_index(layers)
+    for entry, block in zip(index, blocks, strict=True):
+        entry["digest"] = np.frombuffer(xxhash.xxh3_128_digest(block), np.uint8)
+    manifest, header = SimpleNamespace(layers=layers), None
+    return FakePack(path, cast(Manifest, manifest), cast(Header, header), index, blocks)
 
 
 def n_open_files() -> int:

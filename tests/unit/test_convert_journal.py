@@ -19,7 +19,7 @@ from llama_expert_pack.pypack.format.header import Index
 from llama_expert_pack.pypack.format.manifest import canonical_sha256
 from llama_expert_pack.pypack.gguf.model import read_model
 from llama_expert_pack.pypack.source.discover import find_layers
-from tests.unit.test_convert import mixed, names, run
+from tests.unit.convert.models import mixed, names, run
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from llama_expert_pack.pypack.errors import ReadError, UsageError
 from llama_expert_pack.pypack.stats.counters import Counter, Counters
 from llama_expert_pack.pypack.stats.stats_file import StatsWriter
 from tests.forking import status_of_child
-from tests.unit.fake_pack import FakePack
+from tests.unit.fake_pack import fake_pack
 
 pytestmark = pytest.mark.timeout(200)
 BLOCK = 64 << 10
@@ -26,8 +26,8 @@ def test_a_reader_with_reads_under_way(tmp_path: Path) -> None:
         go_on.wait(100)
         return pread_into(fd, buffer, offset)
 
-    pack = FakePack(tmp_path / "pack", 3, BLOCK)
-    reader = Reader(pack, direct_io=False, read_splits=1, stage_slots=2, pread=pread)
+    pack = fake_pack(tmp_path / "pack", 3, BLOCK)
+    reader = Reader(pack, direct_io=False, pread=pread)
     buffers = [aligned_buffer(BLOCK) for _ in range(3)]
     errors: list[ReadError | None] = []
     for expert, buffer in enumerate(buffers):

@@ -15,7 +15,6 @@ import xxhash
 from llama_expert_pack.pypack.convert.convert import convert
 from llama_expert_pack.pypack.errors import PackError, SourceMismatchError
 from llama_expert_pack.pypack.format import manifest as manifest_module
-from llama_expert_pack.pypack.format.layout import Extent
 from llama_expert_pack.pypack.format.pack import open_pack
 from llama_expert_pack.pypack.source.match import check_source, find_pack
 from tests.gguf_bytes import GGUF, T, facts, moe_tensors, split, tiny_moe
@@ -73,19 +72,17 @@ def test_golden_pack_follows_the_specification(tmp_path: Path, monkeypatch: pyte
 
 
 def test_places_and_digests(tmp_path: Path) -> None:
-    """Every expert's extent holds its weights where the roles say, zeros elsewhere; its digest fits."""
+    """Every expert's block holds its weights where the roles say, zeros elsewhere; its digest fits."""
     tensors = [*moe_tensors(0, n_expert=4), *moe_tensors(2, n_expert=3, n_ff=96, types=(8, 1, 2))]
     model = GGUF(facts(), tensors)
     pack = open_pack(convert(model.write(tmp_path / "model.gguf"), safety_margin_bytes=0).path)
     written = {tensor.name: tensor.bytes() for tensor in tensors}
     assert pack.n_keys == 7
-    assert pack.files == [pack.path]
     for layer in pack.layers:
         for expert in range(layer.n_expert):
-            (extent,) = pack.extents(layer.index, expert)
-            place = layer.data_offset + expert * layer.block_bytes
-            assert extent == Extent(0, place, layer.block_bytes, 0)
-            data = np.fromfile(pack.path, np.uint8, extent.length, offset=extent.offset)
+            offset = pack.offset(layer.index, expert)
+            assert offset == layer.data_offset + expert * layer.block_bytes
+            data = np.fromfile(pack.path, np.uint8, layer.block_bytes, offset=offset)
             assert pack.digest(layer.index, expert) == xxhash.xxh3_128(data.tobytes()).digest()
             for role in layer.roles:
                 weight = written[role.tensor][expert * role.bytes : (expert + 1) * role.bytes]
@@ -99,7 +96,7 @@ def test_no_such_expert(tmp_path: Path) -> None:
     pack = open_pack(convert(tiny_moe().write(tmp_path / "model.gguf"), safety_margin_bytes=0).path)
     for layer, expert in ((0, 4), (0, -1), (2, 0), (-1, 0)):
         with pytest.raises(IndexError):
-            pack.extents(layer, expert)
+            pack.offset(layer, expert)
 
 
 def test_find_pack(tmp_path: Path) -> None:

@@ -107,3 +107,21 @@ def test_every_room_says_what_belongs_there() -> None:
         for path in files(top):
             if path.name == "__init__.py":
                 assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+FILE_LINES_MAX, FUNCTION_LINES_MAX = 400, 60
+LONG_FUNCTIONS = {"bridge/llama.py __init__"}
+
+
+def long_functions(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            if node.end_lineno - node.lineno >= FUNCTION_LINES_MAX:
+                yield f"{path.relative_to(ROOT)} {node.name}"
+
+
+def test_no_file_is_long_and_functions_fit_a_screen() -> None:
+    found = [path for top in (*MAY_IMPORT, "native", "llama_expert_pack") for path in files(top)]
+    assert [path for path in found if len(path.read_text().splitlines()) > FILE_LINES_MAX] == []
+    assert {name for path in found for name in long_functions(path)} <= LONG_FUNCTIONS

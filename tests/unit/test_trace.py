@@ -20,11 +20,10 @@ from llama_expert_pack.pypack.trace.format import (
     Kind,
     TraceEnd,
     decode_header,
-    encode_end,
     encode_header,
-    encode_record,
 )
 from llama_expert_pack.pypack.trace.trace import Trace, read_trace
+from tests.trace_tools import encode, encode_end, encode_record
 
 LAYERS = (Layer(0, 0, "exps", 4, 0, 4096, ()), Layer(1, 3, "exps", 3, 4, 8192, ()))
 RECORDS = b"".join(
@@ -81,8 +80,7 @@ def test_what_is_read_and_written_again(tmp_path: Path) -> None:
         ((0,), 2, 2),
         ((1,), 2, 2),
     ]
-    trace.save(tmp_path / "again.trace")
-    assert (tmp_path / "again.trace").read_bytes() == TRACE
+    assert encode(trace) == TRACE
 
 
 def with_records(records: bytes, n_acquires: int = 3) -> bytes:
@@ -120,7 +118,7 @@ BAD = {
     "half a record": (TRACE[:120], "has no end mark"),
     "flipped bit": (TRACE[:140] + bytes([TRACE[140] ^ 1]) + TRACE[141:], "another checksum"),
     "a part is missing": (HEADER + RECORDS[18:] + TRACE[-END_BYTES:], "another checksum"),
-    "kind": (with_records(encode_record(0, 9, 0, 0, [1])), "no record of kind 9"),  # type: ignore[arg-type]
+    "kind": (with_records(encode_record(0, 9, 0, 0, [1])), "no record of kind 9"),
     "layer": (with_records(encode_record(2, Kind.ACQUIRE, 0, 1, [1])), "names layer 2 of 2"),
     "expert": (with_records(encode_record(1, Kind.ACQUIRE, 0, 1, [3])), "does not have"),
     "twice": (with_records(encode_record(1, Kind.ACQUIRE, 0, 1, [1, 1])), "an expert twice"),
@@ -228,8 +226,7 @@ def test_sessions_of_a_server_that_slept(tmp_path: Path) -> None:
     assert trace.session_starts() == [0, 8]
     assert [pool.n_slots for pool in trace.recorded_pools(0, 8)] == [2, 2]
     assert [(pool.layers, pool.n_slots) for pool in trace.recorded_pools(8, 11)] == [((1,), 3), ((0,), 4)]
-    trace.save(tmp_path / "again.trace")
-    assert (tmp_path / "again.trace").read_bytes() == counted(records)
+    assert encode(trace) == counted(records)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

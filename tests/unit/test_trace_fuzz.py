@@ -15,8 +15,9 @@ from llama_expert_pack.pypack.command.heat import use_counts
 from llama_expert_pack.pypack.errors import ExpertPackError
 from llama_expert_pack.pypack.format.layout import Layer
 from llama_expert_pack.pypack.policy.registry import POLICIES, make_policy
-from llama_expert_pack.pypack.trace.format import Kind, TraceEnd, encode_end, encode_header, encode_record
+from llama_expert_pack.pypack.trace.format import Kind, TraceEnd, encode_header
 from llama_expert_pack.pypack.trace.trace import Trace, read_trace
+from tests.trace_tools import encode_end, encode_record
 from tests.unit.test_replay import random_trace
 
 KINDS = [Kind.ACQUIRE] * 6 + [Kind.FETCH] * 3 + [Kind.READ_FAILED, Kind.SLOTS]

@@ -418,7 +418,7 @@ def test_lock_is_not_taken_on_a_file_that_moved_away(tmp_path: Path, monkeypatch
     """The other conversion renames its partial pack between our open and our lock."""
     path, finished = tmp_path / "a.partial", tmp_path / "a"
     real = fcntl.flock
-    moved = []
+    moved: list[Path] = []
 
     def flock(fd: int, operation: int) -> None:
         if not moved:

@@ -350,7 +350,7 @@ def test_wrong_options(tmp_path: Path, options: dict[str, Any]) -> None:
 def test_a_reader_that_gets_no_more_threads_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = FakePack(tmp_path / "pack", 1, 4096)
     n_threads, n_files = threading.active_count(), n_open_files()
-    start, started = threading.Thread.start, []
+    start, started = threading.Thread.start, list[threading.Thread]()
 
     def start_two(thread: threading.Thread) -> None:
         if len(started) == 2:

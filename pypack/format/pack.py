@@ -42,10 +42,12 @@ class Pack:
 
     @property
     def layers(self) -> list[Layer]:
+        """In order of their ``index``."""
         return list(self.manifest.layers)
 
     @property
     def n_keys(self) -> int:
+        """Number of experts, of all layers together."""
         return self.header.n_keys
 
     @property
@@ -54,12 +56,15 @@ class Pack:
         return payload_bytes(self.manifest.layers)
 
     def extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
-        """Where to read an expert of layer number ``layer``: together exactly ``block_bytes`` bytes."""
+        """Where to read an expert of layer number ``layer``: together exactly ``block_bytes`` bytes.
+
+        Raises IndexError if there is no such expert.
+        """
         entry = self.index[self._key(layer, expert)]
         return (Extent(int(entry["file_id"]), int(entry["offset"]), int(entry["length"]), 0),)
 
     def digest(self, layer: int, expert: int) -> bytes:
-        """xxh3_128 of the expert's whole block, 16 bytes, big-endian."""
+        """xxh3_128 of the expert's whole block, 16 bytes, big-endian. Raises IndexError if there is no such expert."""
         return bytes(self.index[self._key(layer, expert)]["digest"].tobytes())
 
     def _key(self, layer: int, expert: int) -> int:
@@ -70,7 +75,10 @@ class Pack:
 
 
 def manifest_path(pack_path: Path) -> Path:
-    """Where the manifest of a pack lies: beside it. For a link that has none beside it, beside the pack itself."""
+    """Where the manifest of a pack lies: beside it. For a link that has none beside it, beside the pack itself.
+
+    Raises UsageError for a path that ends in no name.
+    """
     if not pack_path.name:  # "." or "/"
         raise UsageError(f"{pack_path} is a folder: give the path of an {PACK_SUFFIX} file")
     beside = pack_path.with_name(pack_path.name + MANIFEST_SUFFIX)

@@ -51,7 +51,7 @@ def test_every_keyword_of_llama_cpp_is_known(tmp_path: Path) -> None:
     """What its own pickling passes to the constructor is all it takes, and ours takes it."""
     path = variant("type-Q4_K", tmp_path)
     with loaded(path) as llm:
-        state = llama_cpp.Llama.__getstate__(llm)
+        state = llama_cpp.Llama.__getstate__(llm)  # type: ignore[no-untyped-call]
     state.pop("model_path")
     with loaded(path, **state) as llm:
         evaluate(llm, [3])

@@ -56,10 +56,7 @@ class Pack:
         return payload_bytes(self.manifest.layers)
 
     def extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
-        """Where to read an expert of layer number ``layer``: together exactly ``block_bytes`` bytes.
-
-        Raises IndexError if there is no such expert.
-        """
+        """Where to read an expert of layer number ``layer``: together exactly ``block_bytes`` bytes."""
         entry = self.index[self._key(layer, expert)]
         return (Extent(int(entry["file_id"]), int(entry["offset"]), int(entry["length"]), 0),)
 

@@ -125,7 +125,6 @@ def decode_header(data: bytes | bytearray, path: object) -> tuple[Head, int]:
 
 
 def encode_record(layer: int, kind: Kind, step: int, number: int, ids: Sequence[int] | NDArray[np.int32]) -> bytes:
-    """A record; docs/FORMAT.md says what ``number`` and ``ids`` are for each kind."""
     return _RECORD.pack(layer, kind, step, number, len(ids)) + np.asarray(ids, "<u2").tobytes()
 
 

@@ -109,7 +109,7 @@ class Trace:
         return list(plan_pools(self.layers, budget_bytes, self.top_k).pools)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as a file, as if the run had been recorded there. Raises OSError."""
+        """Write it as a file, as if the run had been recorded there."""
         sizes = np.diff(self.start)
         places = np.concatenate(([0], np.cumsum(sizes + _HEAD_WORDS)))
         words = np.zeros(int(places[-1]), "<u2")

@@ -15,7 +15,7 @@ from llama_expert_pack.pypack.drive.direct_io import pread_into
 from llama_expert_pack.pypack.errors import BudgetError
 from llama_expert_pack.pypack.format.pack import open_pack
 from llama_expert_pack.pypack.source.match import find_pack
-from tests.runtime.packed import decode_error, evaluate, flip_byte, loaded, provider_of, reads, refused, variant
+from tests.runtime.packed import decode_error, evaluate, flip_byte, loaded, reads, refused, variant
 
 BATCHES = [32, 1, 1, 7, 1]
 
@@ -77,7 +77,8 @@ def test_one_failing_read_is_retried(model: tuple[Path, np.ndarray]) -> None:
 def test_a_copy_that_fails_fails_the_decode(model: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
     path, expected = model
     with loaded(path, **options_for(path)) as llm:
-        provider = provider_of(llm)
+        provider = llm._provider
+        assert provider is not None
         fds = provider.blocks["fd"].copy()
         provider.blocks["fd"] = -1  # native leaves all reads to the provider
 
@@ -125,10 +126,11 @@ def test_what_native_reads_wrong_the_provider_reads_again(
 ) -> None:
     path, expected = model
     with loaded(path, **options_for(path)) as llm:
-        damage(provider_of(llm).blocks)
+        assert llm._provider is not None
+        damage(llm._provider.blocks)
         assert np.array_equal(evaluate(llm, BATCHES), expected)
         stats = llm.expert_stats()
-        assert provider_of(llm).cache.check() == []
+        assert llm._provider.cache.check() == []
     assert 0 < stats.io_errors == stats.io_retries and stats.failures == 0
 
 
@@ -145,8 +147,9 @@ def test_slots_that_cannot_be_chosen_fail_the_decode(
 
     with loaded(path, **options_for(path, expert_stage_slots=2)) as llm:
         evaluate(llm, BATCHES[:n_before])
-        monkeypatch.setattr(provider_of(llm).cache, "fetch", full)
-        provider_of(llm).cache.next_slots[:] = -1  # or native would not ask
+        assert llm._provider is not None
+        monkeypatch.setattr(llm._provider.cache, "fetch", full)
+        llm._provider.cache.next_slots[:] = -1  # or native would not ask
         for _ in range(5):
             assert "no slots today" in decode_error(lambda: evaluate(llm, BATCHES[n_before : n_before + 1]))
         monkeypatch.undo()

@@ -15,7 +15,7 @@ from lab.identity import compare
 from lab.logits import differences, minimum_budget
 from llama_expert_pack.pypack.format.pack import open_pack
 from llama_expert_pack.pypack.source.match import find_pack
-from tests.runtime.packed import evaluate, loaded, provider_of, variant
+from tests.runtime.packed import evaluate, loaded, variant
 
 ON_BOTH = {"tensor_split": [1, 3]}  # by halves, models of two layers would have both on the first
 
@@ -39,9 +39,10 @@ def test_each_gpu_has_a_cache_for_its_layers(tmp_path: Path) -> None:
     least = minimum_budget(open_pack(find_pack(path)))
     with loaded(path, n_gpu_layers=-1, expert_cache=least, **ON_BOTH) as llm:
         evaluate(llm, [40, 7, *[1] * 8])
-        assert sorted(provider_of(llm).arena_bytes) == ["CUDA0", "CUDA1"]
+        assert llm._provider is not None
+        assert sorted(llm._provider.arena_bytes) == ["CUDA0", "CUDA1"]
         assert llm.expert_stats().evictions > 0
-        assert provider_of(llm).cache.check() == []
+        assert llm._provider.cache.check() == []
 
 
 @pytest.mark.parametrize("n_ubatch", [64, 16])  # 16: llama.cpp has several under way

@@ -15,9 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 import llama_expert_pack.bridge.provider
 import llama_expert_pack.bridge.server_session
 import llama_expert_pack.pypack.drive.direct_io
+from llama_expert_pack.bridge.model_pack import open_checked as usual_open
 from llama_expert_pack.bridge.server import main
 from llama_expert_pack.pypack.drive.direct_io import pread_into
 from llama_expert_pack.pypack.drive.reader import Reader
@@ -26,10 +30,11 @@ from llama_expert_pack.pypack.format.pack import Pack
 from tests.server.faults import waiting_file
 
 fault_file = Path(sys.argv.pop(1))
+
+
+describe_blocks = llama_expert_pack.bridge.provider._describe_blocks
 provider: Any = llama_expert_pack.bridge.provider
 session: Any = llama_expert_pack.bridge.server_session
-direct_io: Any = llama_expert_pack.pypack.drive.direct_io
-describe_blocks, usual_open, open_usually = provider._describe_blocks, session.open_checked, direct_io._open
 
 
 def pread(fd: int, buffer: memoryview, offset: int) -> int:
@@ -42,7 +47,7 @@ def pread(fd: int, buffer: memoryview, offset: int) -> int:
     return pread_into(fd, buffer, offset)
 
 
-def open_checked(*arguments: Any) -> Any:
+def open_checked(*arguments: Any) -> Pack:
     fault = fault_file.read_text().split() if fault_file.exists() else []
     if fault[:1] == ["open"]:
         waiting_file(fault_file).touch()
@@ -50,18 +55,19 @@ def open_checked(*arguments: Any) -> Any:
     return usual_open(*arguments)
 
 
-def only_the_provider(pack: Pack, fds: Sequence[int], check: int) -> Any:
+def only_the_provider(pack: Pack, fds: Sequence[int], check: int) -> NDArray[np.void]:
     return describe_blocks(pack, [-1] * len(fds), check)
 
 
-def open_directly(path: Path, flags: int) -> Any:
+def open_directly(path: Path, flags: int) -> int:
     if flags & os.O_DIRECT and fault_file.exists() and fault_file.read_text() == "no-direct-io":
         raise ReadError(f"{path}: cannot be opened", errno.EINVAL)
     return open_usually(path, flags)
 
 
-direct_io._open = open_directly
+open_usually = llama_expert_pack.pypack.drive.direct_io._open
+llama_expert_pack.pypack.drive.direct_io._open = open_directly
 provider.Reader = partial(Reader, pread=pread)
-provider._describe_blocks = only_the_provider
+llama_expert_pack.bridge.provider._describe_blocks = only_the_provider
 session.open_checked = open_checked
 sys.exit(main())

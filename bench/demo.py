@@ -79,6 +79,7 @@ def run_side(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[st
 
 
 def demo_model() -> Path:
+    """The trained sample, or a synthetic model where it is missing."""
     if SAMPLE.exists():
         return SAMPLE
     path = ROOT / "demo" / "model.gguf"
@@ -132,6 +133,7 @@ def show(
     seed: int,
     compare: bool,
 ) -> None:
+    """Converts, checks, generates and compares, and prints each; click.ClickException if stock differs."""
     print(f"model    {model}")
     is_sample = model == SAMPLE
     if is_sample and output is None:  # the repository holds the model, not its pack

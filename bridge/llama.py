@@ -290,6 +290,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
     # llama_cpp assigns the parameters once and loads the model with them; this is the only place to change them.
     @property
     def model_params(self) -> Any:
+        """llama.cpp's parameters of the model, as ``llama_cpp.Llama`` has them."""
         return self._model_params
 
     @model_params.setter

@@ -36,6 +36,7 @@ class Run:
 
     @property
     def stats(self) -> dict[str, Any]:
+        """The counters at the end of the run; KeyError for stock."""
         return self.found["expert_stats"]  # type: ignore[no-any-return]
 
 

@@ -25,6 +25,7 @@ from lab.stock import llama_class
 
 
 def evaluate(llm: Any, batches: list[int]) -> np.ndarray:
+    """float32 [sum of batches, n_vocab]: the logits of every token, evaluated in batches of so many tokens."""
     import llama_cpp
 
     n_vocab = llm.n_vocab()
@@ -60,6 +61,7 @@ def choose(llm: Any, n: int) -> list[int]:
 
 
 def run(job: dict[str, Any], out: Path) -> None:
+    """One job; what it raises becomes its ``error``."""
     found: dict[str, Any] = {}
     try:
         options = {"n_ctx": 256, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1, **job["llama"]}

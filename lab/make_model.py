@@ -91,6 +91,7 @@ def describe(shape: Shape) -> str:
 
 
 def check_space(path: Path, shape: Shape) -> None:
+    """Raises click.ClickException if the model does not fit the disk."""
     needed = sum(tensor.n_bytes for tensor in tensors(shape))
     free = shutil.disk_usage(path.resolve().parent).free
     if needed > free:

@@ -26,6 +26,7 @@ class MemoryCap:
     folder: Path | None = None
 
     def command(self, argv: Sequence[str]) -> list[str]:
+        """The command that runs ``argv`` under the cap."""
         return [*self.prefix, *argv]
 
     def peak_bytes(self) -> int | None:

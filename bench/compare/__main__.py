@@ -68,6 +68,7 @@ class Comparison:
         self.name = f"{model.stem} {arguments['label']} {time.strftime('%Y-%m-%dT%H:%M:%S')}"
 
     def check_cap(self) -> None:
+        """Leaves the cap out, and notes why, where it can't be set."""
         try:
             with memory_cap(self.sizes.cap):
                 pass
@@ -76,11 +77,13 @@ class Comparison:
             self.sizes = replace(self.sizes, cap=None)
 
     def write(self, kind: str, **record: Any) -> None:
+        """Appends a record to the results."""
         line = json.dumps({"bench": "compare", "comparison": self.name, "kind": kind, **record})
         with self.out.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def run(self) -> None:
+        """All sides, round by round, beside the drive. Raises UsageError."""
         a = self.arguments
         options = {"expert_read_splits": a["read_splits"], "expert_stage_slots": a["stage_slots"]}
         sides, left_out = plan_sides(self.sizes, str(self.pack.path), options)
@@ -104,6 +107,7 @@ class Comparison:
                     self.measure_side(spec, round_)
 
     def write_conditions(self, sides: list[SideSpec], left_out: dict[str, str], read_ahead: str) -> None:
+        """What results can't be read without: machine, model, sizes, how cold, what was left out."""
         a, s = self.arguments, self.sizes
         facts = banner(self.pack.path.parent)
         build = {"build_commit": facts["commit"], "cpu_info": facts["cpu"], "gpu_info": facts["gpu"]}
@@ -136,6 +140,7 @@ class Comparison:
         )
 
     def measure_drive(self, round_: int) -> None:
+        """The raw rate of the pack's drive, in a process of its own. Raises UsageError."""
         a = self.arguments
         gpu = self.sizes.vram is not None
         found = raw_rate.in_process(self.pack.path, a["read_splits"], a["stage_slots"], gpu)
@@ -143,6 +148,7 @@ class Comparison:
         say(f"round {round_}: raw O_DIRECT {found['raw_bytes_per_s'] / 1e9:.2f} GB/s")
 
     def measure_side(self, spec: SideSpec, round_: int) -> None:
+        """One side, cold, in a process of its own under the cap; a side that fails is a record, too."""
         a = self.arguments
         limit_s = min(a["side_limit"], max(1.0, self.deadline - time.monotonic()))
         conditions.drop_caches([*self.files, self.pack.path], a["cold"])
@@ -201,6 +207,7 @@ def _reason(output: str) -> str:
 
 
 def describe(found: dict[str, Any]) -> str:
+    """A line about one side's result."""
     if "error" in found:
         return str(found["error"])
     sample = found["samples"][0]

@@ -15,6 +15,7 @@ TOKEN_BYTES = 1e6
 
 
 def available() -> bool:
+    """Whether matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

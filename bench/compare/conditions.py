@@ -27,6 +27,7 @@ def drop_caches(paths: Iterable[Path], how: Cold) -> None:
 
 
 def cold_sentence(how: Cold) -> str:
+    """What was done so that nothing is in the page cache."""
     return {
         "machine": "page cache dropped before each side (whole machine)",
         "files": "page cache of the model and the pack dropped before each side (posix_fadvise)",

@@ -48,6 +48,7 @@ def headline(lines: Sequence[Line]) -> str:
 
 
 def table(lines: Sequence[Line]) -> str:
+    """Markdown: a row for each side and phase."""
     head = (
         "| side | phase | tokens/s | samples | MB read per token | hit rate | GB/s while loading | ceiling, tokens/s "
         "| of ceiling | J/token |\n|---|---|---|---|---|---|---|---|---|---|"
@@ -102,6 +103,7 @@ def machine_table(lines: Sequence[Line]) -> str:
 
 
 def conditions_text(lines: Sequence[Line]) -> str:
+    """Markdown: a list of what the figures hold for, with the sides that did not run."""
     c, raw = of_kind(lines, "conditions")[0], of_kind(lines, "raw")
     cap = (
         f"memory and page cache capped at {c['ram_cap_bytes'] / 1e9:.2f} GB"

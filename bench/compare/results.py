@@ -36,6 +36,7 @@ class Row:
 
     @property
     def mean_ts(self) -> float:
+        """Mean of the samples, tokens/s."""
         return statistics.fmean(self.samples_ts)
 
     @property
@@ -45,6 +46,7 @@ class Row:
 
     @property
     def over_ceiling(self) -> float | None:
+        """Mean tokens/s over those that the drive allows, 0..1; None where there is no ceiling."""
         return self.mean_ts / self.ceiling_ts if self.ceiling_ts else None
 
 
@@ -71,6 +73,7 @@ def ceiling_ts(bytes_per_s: float | None, bytes_per_token: float) -> float | Non
 
 
 def mean_of(lines: Sequence[Line], name: str) -> float | None:
+    """Mean of the lines that have a value of this name; None if none has."""
     values = [line[name] for line in lines if line.get(name) is not None]
     return statistics.fmean(values) if values else None
 
@@ -176,6 +179,7 @@ def agreement(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def comparisons(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """The lines of each comparison, by its name."""
     found: dict[str, list[Line]] = {}
     for line in lines:
         found.setdefault(line["comparison"], []).append(line)

@@ -84,6 +84,7 @@ class Side:
         self.n_past = 0
 
     def clear(self) -> None:
+        """Forgets all tokens."""
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.llm._ctx.ctx), True)
         self.n_past = 0
 
@@ -98,6 +99,7 @@ class Side:
         return int(np.ctypeslib.as_array(logits, (self.llm.n_vocab(),)).argmax())
 
     def counted(self) -> tuple[float, float, int, Any]:
+        """(monotonic s, time of day s, bytes from drives, :class:`ExpertStats` or None), for :meth:`phase`."""
         return (
             time.perf_counter(),
             time.time(),
@@ -140,6 +142,7 @@ def run_prompt(side: Side, prompt: list[int], steps: list[int] | None, n_gen: in
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Loads the job's model and runs its prompts; seconds, bytes and samples as bench/compare/results.py reads them."""
     read_before, start = io_read_bytes(), time.perf_counter()
     side = Side(job)
     found: dict[str, Any] = {"load_s": time.perf_counter() - start, "load_read_bytes": io_read_bytes() - read_before}

@@ -37,6 +37,7 @@ class Sizes:
 
     @property
     def trunk(self) -> int:
+        """All but the experts."""
         return self.model - self.experts
 
 

@@ -57,6 +57,7 @@ class StepModel:
     overlap_s: float = 0.0
 
     def step(self) -> Step:
+        """One decode step: fetches one after the other, each a latency and its blocks."""
         if self.fetches == 0:
             return Step(0.0, 0.0, self.compute_s, self.host_s)
         k = self.blocks / self.fetches

@@ -7,7 +7,7 @@
 # PYTHON, EXPERT_PACK_STOCK_LIB, DISK (a folder on the disk to measure), DSV4_LAYERS, K3_LAYERS, DSV4_SPREAD, K3_SPREAD,
 # N_GEN, ROUNDS and FAST_SIZE may be set; MODEL_OPTIONS and COMPARE_OPTIONS, to try this out with less, are passed on.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 out=${1:?a folder for the results}
 what=${2:-all}
 limit_s=${3:-560}

@@ -41,6 +41,7 @@ class GpuSamples:
         self.samples.append((seconds, used_bytes, watts))
 
     def vram_peak_bytes(self) -> int | None:
+        """Largest use of the GPU's memory that was seen; None without a GPU."""
         return max((used for _, used, _ in self.samples), default=None)
 
     def joules(self, start: float, end: float) -> float | None:

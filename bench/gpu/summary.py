@@ -76,6 +76,7 @@ def compared(records: Records, label: str, phase: str) -> dict[str, float | None
 
 
 def summary(folder: Path) -> dict[str, Any]:
+    """Ratios to stock, to the drive's raw rate and to its ceiling; None where a record is missing."""
     resident, missing = read(folder / "gpu_resident_h200.jsonl"), read(folder / "gpu_missing_h200.jsonl")
     comparison = read(folder / "gpu_compare_h200.jsonl")
     banner = next((r for r in reversed(resident) if r["benchmark"] == "banner"), {})

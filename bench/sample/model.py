@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Config:
+    """Sizes of the model, in llama.cpp's terms."""
+
     n_vocab: int = 4096
     n_ctx: int = 512
     n_layer: int = 8
@@ -42,6 +44,8 @@ def rope(x: Tensor, base: float) -> Tensor:
 
 
 class Attention(nn.Module):
+    """Causal grouped-query attention with normalized queries and keys; (batch, time, n_embd) in and out."""
+
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.c = c
@@ -94,6 +98,8 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention, then experts, each added to (batch, time, n_embd); forward() returns what :class:`Experts` does."""
+
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(c.n_embd, eps=c.norm_eps)
@@ -109,6 +115,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    """A language model of qwen3moe's architecture."""
+
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.c = c

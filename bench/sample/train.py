@@ -42,6 +42,7 @@ class Windows:
         self.stream, self.n_ctx = stream.to(device), n_ctx
 
     def batch(self, which: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, each [len(which), context]: the targets are one token later."""
         positions = self.starts[which][:, None] + torch.arange(self.n_ctx + 1, device=which.device)
         window = self.stream[positions]
         window[:, 0] = 0
@@ -61,6 +62,7 @@ def tokenized(text: str, n_vocab: int) -> tuple[Any, list[list[int]], list[list[
 
 
 def loss_of(model: Any, windows: Windows, which: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross entropy in nats a token, and the balance loss and shares that the model gives."""
     inputs, targets = windows.batch(which)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         logits, balance, shares = model(inputs)
@@ -78,6 +80,7 @@ def validate(model: Model, windows: Windows, n_batch: int, device: torch.device)
 
 
 def optimizer_of(model: Model, lr: float, fused: bool) -> torch.optim.Optimizer:
+    """AdamW, whose decay leaves norms alone; ``fused``: the variant that wants a GPU."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -156,6 +159,7 @@ def reference(model: Model, learned: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def sample(model: Model, learned: Any, prompt: str, n_tokens: int, temperature: float) -> str:
+    """The prompt with ``n_tokens`` more: the likeliest at temperature 0, else drawn, the same for each call."""
     model.eval()
     device = next(model.parameters()).device
     random = torch.Generator(device).manual_seed(1)

@@ -28,6 +28,8 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Server:
+    """A server that answers on this port of 127.0.0.1."""
+
     process: subprocess.Popen[bytes]
     port: int
 
@@ -40,6 +42,7 @@ class Server:
         return urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON reply to a POST. Raises as :meth:`open`."""
         with self.open(path, body) as reply:
             answer: dict[str, Any] = json.load(reply)
         return answer

@@ -120,6 +120,7 @@ def ask(server: Server, question: Question, stop_after: int | None, expected: st
 
 
 def client(server: Server, expected: dict[Question, str], end: float, seed: int, seen: Seen) -> None:
+    """Asks random questions until ``end`` (monotonic seconds), and cancels some."""
     dice = random.Random(seed)
     pool = list(expected)
     while time.monotonic() < end:
@@ -180,6 +181,7 @@ def smallest_cache_bytes(pack: Path) -> int:
 
 
 def measure(kind: str, minutes: float, n_questions: int, seed: int, folder: Path) -> tuple[dict[str, Any], Seen]:
+    """The record of one soak, and what the clients saw. ``folder``: for the model, its pack and logs."""
     model = write_story_model(folder / "soak.gguf", VOCABULARY, SHAPE)
     pack = convert(model).path
     cache = str(smallest_cache_bytes(pack))

@@ -56,6 +56,7 @@ def ask(server: Server, request: dict[str, str]) -> Answer:
 
 
 def run(kind: str, model: Path, requests: list[dict[str, str]], log: Path, arguments: tuple[str, ...]) -> list[Answer]:
+    """The answers of a fresh server of this kind, in order."""
     with running(kind, model, log, (*COMMON, *arguments)) as server:
         return [ask(server, request) for request in requests]
 

@@ -115,6 +115,7 @@ def generator(seed: int, name: str) -> np.random.SFC64:
 
 
 def random_bytes(bits: np.random.SFC64, n_bytes: int) -> Bytes:
+    """[n_bytes] raw generator output."""
     return bits.random_raw(-(-n_bytes // 8)).view(np.uint8)[:n_bytes]
 
 

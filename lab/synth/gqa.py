@@ -11,6 +11,7 @@ SIGMOID = 2  # expert_gating_func
 
 
 def attention(shape: Shape, layer: int, *, qk_norm: bool = False) -> Iterator[Tensor]:
+    """Norm and the four projections; ``qk_norm``: queries and keys are normalized, too."""
     blk, n_q, n_kv = f"blk.{layer}", shape.n_head * shape.head_dim, shape.n_head_kv * shape.head_dim
     yield norm(f"{blk}.attn_norm", shape.n_embd)
     for name, ne in (("q", (shape.n_embd, n_q)), ("k", (shape.n_embd, n_kv)), ("v", (shape.n_embd, n_kv))):

@@ -19,6 +19,9 @@ def _nothing(shape: Shape) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Architecture:
+    """``layer``: tensors of one block; ``kv``: metadata of this architecture alone, keys without its name; ``ends``:
+    tensors before and behind the blocks. llama.cpp's src/models says what it loads."""
+
     layer: Callable[[Shape, int], Iterator[Tensor]]
     kv: Callable[[Shape], dict[str, Any]] = _nothing
     ends: Callable[[Shape], Iterator[Tensor]] = decoder_ends
@@ -48,6 +51,7 @@ def tensors(shape: Shape) -> list[Tensor]:
 
 
 def metadata(shape: Shape) -> dict[str, Any]:
+    """All metadata of the model but its tokenizer's, by full key."""
     values = common_kv(shape) | ARCHITECTURES[shape.arch].kv(shape)
     named = {f"{shape.arch}.{key}": value for key, value in values.items()}
     return {"general.architecture": shape.arch, "general.name": f"synthetic {shape.arch}", **named}

@@ -19,6 +19,7 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def is_expert(tensor: Tensor) -> bool:
+    """Whether the tensor goes into the pack."""
     return tensor.name.endswith(("_exps.weight", "_chexps.weight"))
 
 
@@ -46,4 +47,5 @@ def blocks(shape: Shape) -> list[tuple[int, int]]:
 
 
 def payload_bytes(shape: Shape) -> int:
+    """Bytes of all blocks."""
     return sum(n_experts * n_bytes for n_experts, n_bytes in blocks(shape))

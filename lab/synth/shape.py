@@ -28,6 +28,7 @@ class Tensor:
 
     @property
     def n_bytes(self) -> int:
+        """Bytes of its data; ValueError if rows do not fill blocks."""
         return row_bytes(self.type, self.ne[0]) * (self.n_elements // self.ne[0])
 
 
@@ -60,9 +61,11 @@ class Shape:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def ff_exp(self, layer: int) -> int:
+        """Inner width of the layer's experts."""
         return per_layer(self.n_ff_exp, layer)
 
     def expert_type(self, role: str, layer: int) -> str:
+        """ggml's type of this role's weights in the layer."""
         types = self.expert_types[role]
         return types[layer % len(types)]
 
@@ -78,6 +81,7 @@ class Shape:
 
 
 def per_layer(value: int | tuple[int, ...], layer: int) -> int:
+    """The layer's value of a size that may be a tuple."""
     return value if isinstance(value, int) else value[layer % len(value)]
 
 
@@ -110,15 +114,18 @@ def dense_ffn(shape: Shape, layer: int, n_ff: int, suffix: str = "") -> Iterator
 
 
 def router(shape: Shape, layer: int) -> Tensor:
+    """The weights [n_embd, n_expert] that choose a token's experts."""
     ne = (shape.n_embd, shape.n_expert)
     return Tensor(f"blk.{layer}.ffn_gate_inp.weight", ne, fill="router", gain=shape.router_spread)
 
 
 def norm(name: str, *ne: int) -> Tensor:
+    """Scales of a normalization, around 1."""
     return Tensor(f"{name}.weight", ne, fill="norm")
 
 
 def bias(name: str, *ne: int, gain: float = 0.05) -> Tensor:
+    """Values around 0 with this root mean square."""
     return Tensor(name, ne, fill="embedding", gain=gain)
 
 

@@ -46,7 +46,7 @@ class Description(msgspec.Struct, frozen=True):
 
 
 def describe(path: str | os.PathLike[str], budget: str | None = None) -> Description:
-    """Describes a pack (a name ending in .expert-pack) or a model.
+    """Describes a pack (a name ending in .expert-pack) or a model. Raises ExpertPackError.
 
     Args:
         budget: cache size such as "20GiB", or "60%" of all experts, to predict slots for one device.
@@ -81,10 +81,9 @@ def _predict(layers: Sequence[Layer], budget_bytes: int, model: ModelFacts) -> t
 
 
 def to_json(description: Description) -> str:
+    """The description as one indented JSON object, in which what can't be printed is escaped: JSON leaves some as it is."""
     text = msgspec.json.format(msgspec.json.encode(description), indent=2).decode()
-    return "".join(
-        c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text
-    )  # JSON leaves some as they are
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
 def format_table(description: Description) -> str:

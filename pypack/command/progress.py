@@ -12,7 +12,7 @@ _LINE_INTERVAL_S = 5.0
 
 
 class Bar:
-    """A tqdm bar for a terminal."""
+    """A tqdm bar for a terminal: a :class:`Progress`."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -39,7 +39,7 @@ class Bar:
 
 
 class Lines:
-    """A line every few seconds and one at the end, for logs."""
+    """A line every few seconds and one at the end, for logs: a :class:`Progress`."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -67,4 +67,5 @@ class Lines:
 
 
 def for_stderr(label: str) -> Progress:
+    """A bar where stderr is a terminal, lines elsewhere; ``label`` stands before both."""
     return Bar(label) if sys.stderr.isatty() else Lines(label)

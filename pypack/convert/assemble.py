@@ -31,10 +31,12 @@ class Chunk(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of its blocks, padding included."""
         return self.n_experts * self.layer.block_bytes
 
     @property
     def pack_offset(self) -> int:
+        """Where its first block starts in the pack, bytes."""
         return self.layer.data_offset + self.first_expert * self.layer.block_bytes
 
     def pieces(self) -> Iterator[tuple[int, int]]:
@@ -63,7 +65,7 @@ class Buffers:
 
 
 class RangeReader:
-    """Reads any byte range of a file: directly, or through the page cache where that is impossible."""
+    """Reads any byte range of a file: directly, or through the page cache where that is impossible. Raises ReadError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,6 +75,7 @@ class RangeReader:
             self._fd, self.direct = open_file(path, direct_io=False), False
 
     def close(self) -> None:
+        """Closes the file."""
         os.close(self._fd)
 
     def read(self, offset: int, length: int, scratch: memoryview) -> Bytes:
@@ -104,7 +107,10 @@ class RangeReader:
 
 
 class BlockSource:
-    """The routed experts of a model, as the blocks they form in a pack. Safe to use from several threads."""
+    """The routed experts of a model, as the blocks they form in a pack. Safe to use from several threads.
+
+    Raises ReadError.
+    """
 
     def __init__(self, model: GGUFModel) -> None:
         self._tensors = model.tensors
@@ -123,6 +129,7 @@ class BlockSource:
         self.close()
 
     def close(self) -> None:
+        """Closes the model's files. Further calls do nothing."""
         for reader in self._readers:
             reader.close()
         self._readers.clear()

@@ -56,7 +56,10 @@ def temporary_path(path: Path) -> Path:
 
 
 def write_atomically(path: Path, data: bytes, guard: Guard) -> None:
-    """Replaces a file so that after a crash either the old or the new content is there, and syncs it."""
+    """Replaces a file so that after a crash either the old or the new content is there, and syncs it.
+
+    Raises OSError, or UsageError for a name that must not be written to.
+    """
     temporary = temporary_path(path)
     fd = guard.create(temporary)
     try:
@@ -81,6 +84,7 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
+    """Deletes a file, if it is there. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
 

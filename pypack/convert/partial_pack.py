@@ -19,7 +19,10 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class PartialPack:
-    """Holds the lock while open. Blocks may be written from several threads, the rest from one."""
+    """Holds the lock while open. Blocks may be written from several threads, the rest from one.
+
+    What the disk refuses raises SpaceError, PackError or ReadError, see :func:`write_error`.
+    """
 
     def __init__(self, path: Path, guard: Guard) -> None:
         self.path = path
@@ -48,13 +51,16 @@ class PartialPack:
 
     @property
     def size_bytes(self) -> int:
+        """Of the file, whether there is room for it on the disk yet or not."""
         return os.fstat(self._fd).st_size
 
     @property
     def allocated_bytes(self) -> int:
+        """Room that the file has on the disk."""
         return os.fstat(self._fd).st_blocks * 512
 
     def clear(self) -> None:
+        """Throws the content away."""
         os.ftruncate(self._fd, 0)
 
     def reserve(self, size_bytes: int) -> None:
@@ -97,9 +103,11 @@ class PartialPack:
             os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
 
     def write_index(self, entries: Index, first_key: int) -> None:
+        """Writes entries of the index; ``first_key``: that of the first one."""
         self._write(entries.tobytes(), HEADER_BYTES + first_key * ENTRY_BYTES)
 
     def read_index(self, n_keys: int) -> bytes:
+        """The entries of the first ``n_keys`` keys; fewer bytes if the file ends before."""
         return os.pread(self._fd, n_keys * ENTRY_BYTES, HEADER_BYTES)
 
     def check(self, page: bytes, manifest: bytes, where: Path) -> None:
@@ -112,9 +120,11 @@ class PartialPack:
             ) from error
 
     def write_header(self, page: bytes) -> None:
+        """Writes the header page: from then on the file is a pack."""
         self._write(page, 0)
 
     def sync(self) -> None:
+        """Makes all that was written safe from a crash."""
         try:
             os.fsync(self._fd)
         except OSError as error:

@@ -44,6 +44,7 @@ class Header(NamedTuple):
 
 
 def make_header(layers: Sequence[Layer], index: bytes, manifest_sha256: bytes) -> Header:
+    """The header of a pack with these layers. ``index``: its bytes; ``manifest_sha256``: 32 bytes."""
     n_keys = layers[-1].first_key + layers[-1].n_expert
     data_start = align_up(HEADER_BYTES + n_keys * ENTRY_BYTES, ALIGNMENT)
     assert len(index) == n_keys * ENTRY_BYTES and layers[0].data_offset == data_start

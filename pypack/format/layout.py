@@ -64,6 +64,7 @@ class Weight(NamedTuple):
 
 
 def align_up(value: int, alignment: int) -> int:
+    """The smallest multiple of ``alignment`` that is not below ``value``."""
     return -(-value // alignment) * alignment
 
 

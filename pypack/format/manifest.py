@@ -99,6 +99,7 @@ def canonical_sha256(manifest: Manifest) -> bytes:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of the manifest's file: indented JSON in UTF-8."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
 
 

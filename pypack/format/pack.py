@@ -41,10 +41,12 @@ class Pack:
 
     @property
     def layers(self) -> list[Layer]:
+        """In order of their ``index``."""
         return list(self.manifest.layers)
 
     @property
     def n_keys(self) -> int:
+        """Number of experts, of all layers together."""
         return self.header.n_keys
 
     @property
@@ -60,7 +62,7 @@ class Pack:
         return int(self.index[self._key(layer, expert)]["offset"])
 
     def digest(self, layer: int, expert: int) -> bytes:
-        """xxh3_128 of the expert's whole block, 16 bytes, big-endian."""
+        """xxh3_128 of the expert's whole block, 16 bytes, big-endian. Raises IndexError if there is no such expert."""
         return bytes(self.index[self._key(layer, expert)]["digest"].tobytes())
 
     def _key(self, layer: int, expert: int) -> int:
@@ -71,7 +73,10 @@ class Pack:
 
 
 def manifest_path(pack_path: Path) -> Path:
-    """Where the manifest of a pack lies: beside it. For a link that has none beside it, beside the pack itself."""
+    """Where the manifest of a pack lies: beside it. For a link that has none beside it, beside the pack itself.
+
+    Raises UsageError for a path that ends in no name.
+    """
     if not pack_path.name:  # "." or "/"
         raise UsageError(f"{pack_path} is a folder: give the path of an {PACK_SUFFIX} file")
     beside = pack_path.with_name(pack_path.name + MANIFEST_SUFFIX)

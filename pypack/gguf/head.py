@@ -49,6 +49,7 @@ class Tensor:
 
     @property
     def type_name(self) -> str:
+        """ggml's name of the type, such as "Q4_K"."""
         return GGML_TYPES[self.type].name
 
 

@@ -32,6 +32,7 @@ class Shard:
 
     @property
     def name(self) -> str:
+        """The file's name, without its folder."""
         return self.path.name
 
 
@@ -46,10 +47,12 @@ class GGUFModel:
 
     @property
     def architecture(self) -> str:
+        """``general.architecture``; "" if the GGUF does not say."""
         return str(self.metadata.get("general.architecture", ""))
 
     @property
     def name(self) -> str:
+        """``general.name``; "" if the GGUF does not say."""
         return str(self.metadata.get("general.name", ""))
 
 

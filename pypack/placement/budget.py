@@ -47,10 +47,12 @@ class PoolPlan:
 
     @property
     def n_slots(self) -> int:
+        """Of all pools."""
         return sum(pool.n_slots for pool in self.pools)
 
     @property
     def arena_bytes(self) -> int:
+        """Bytes of all slots."""
         return sum(pool.n_slots * pool.block_bytes for pool in self.pools)
 
     @property

@@ -120,7 +120,7 @@ class ExpertCache:
                 self._prepare(pool_index)
 
     def rollback(self, slot: int) -> None:
-        """The slot could not be filled: it is free, its expert is nowhere."""
+        """The slot could not be filled: it is free, its expert is nowhere. Raises ValueError if it is not being loaded."""
         with self._lock:
             key = self.owner[slot] if 0 <= slot < self.n_slots else _NONE
             if key == _NONE or self.slot_of[key] == slot:

@@ -21,14 +21,14 @@ __all__ = ["check_source", "difference_to_model", "find_pack", "pack_path_for"]
 
 
 def pack_path_for(model_path: str | os.PathLike[str]) -> Path:
-    """Where the pack of a model lies unless said otherwise: beside it, with its name."""
+    """Where the pack of a model lies unless said otherwise: beside it, with its name. Raises UsageError for a folder."""
     if not Path(model_path).name:  # "." or "/"
         raise UsageError(f"{model_path} is a folder: give the path of a GGUF")
     return Path(model_path).with_name(model_stem(model_path) + PACK_SUFFIX)
 
 
 def find_pack(model_path: str | os.PathLike[str]) -> Path:
-    """The pack beside a model. Raises PackError if there is none."""
+    """The pack beside a model. Raises PackError if there is none, UsageError for an impossible path, ReadError."""
     path = pack_path_for(Path(check_path("the path of the model", model_path)))
     with os_errors(path):
         exists = path.exists()
@@ -42,7 +42,8 @@ def find_pack(model_path: str | os.PathLike[str]) -> Path:
 def check_source(pack: Pack, model_path: str | os.PathLike[str], *, sample_experts: bool = True) -> None:
     """Raises SourceMismatchError unless the pack was made from this model.
 
-    Reads nothing of the experts but samples, and not even these if ``sample_experts`` is False.
+    Reads nothing of the experts but samples, and not even these if ``sample_experts`` is False. A model that can't be
+    read raises what :func:`llama_expert_pack.pypack.gguf.model.read_model` raises.
     """
     model = read_model(model_path)
     with os_errors(model.path):

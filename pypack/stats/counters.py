@@ -36,24 +36,21 @@ class Counter(IntEnum):
 
 @dataclass(frozen=True)
 class ExpertStats:
-    """The counters at one moment.
+    """The counters at one moment. Hits, misses, evictions and loads are of unique experts of a layer, not of tokens."""
 
-    Counts are of unique (layer, expert) pairs, not of tokens; see the header for what each one counts.
-    """
-
-    acquires: int
-    hits: int
-    misses: int
+    acquires: int  # a layer's experts looked up for a batch
+    hits: int  # experts that were in a slot
+    misses: int  # experts that were not
     evictions: int
-    loads: int
-    read_bytes: int
-    h2d_bytes: int
+    loads: int  # experts that were read into a slot
+    read_bytes: int  # from the pack
+    h2d_bytes: int  # copied to GPUs
     provider_calls: int
-    wait_ns: int
-    io_errors: int
-    io_retries: int
-    fallbacks: int
-    failures: int
+    wait_ns: int  # computation waited for experts, and for the choice of slots
+    io_errors: int  # reads that failed or had a wrong checksum
+    io_retries: int  # of these, tried again
+    fallbacks: int  # reads without direct I/O
+    failures: int  # decodes that failed
 
     @property
     def hit_rate(self) -> float:

@@ -45,6 +45,7 @@ class Trace:
 
     @property
     def n_keys(self) -> int:
+        """Number of experts, of all layers together."""
         return self.layers[-1].first_key + self.layers[-1].n_expert
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lab.logits import BATCHES, Run, differences, minimum_budget, run_jobs
@@ -46,7 +48,7 @@ def test_logits_are_identical(name: str, budget: str, runs: dict[str, Run]) -> N
 # ---- one model, other ways to run it
 
 THREADS = [1, 2, 3, 7, 64]
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "few-threads-few-slots": {"n_threads": 3, "n_threads_batch": 5},
     "small-ubatch": {"n_ubatch": 5},
     "top-1": {"kv_overrides": {"qwen3moe.expert_used_count": 1}},

@@ -201,8 +201,12 @@ def concatenate(paths: list[Path]) -> Path:
     return paths[0]
 
 
-def unlink(path: Path) -> None:
-    path.unlink()
+def without(*missing: int) -> Callable[[list[Path]], None]:
+    def apply(paths: list[Path]) -> None:
+        for i in missing:
+            paths[i].unlink()
+
+    return apply
 
 
 def rename_first(paths: list[Path]) -> Path:
@@ -227,8 +231,8 @@ def write_second(*entries: bytes, tensors: slice = slice(3, 6)) -> Callable[[lis
 
 
 BAD_SHARDS: dict[str, tuple[Callable[[list[Path]], Path | None], str]] = {
-    "missing-second": (lambda p: unlink(p[1]), "-00002-of-00003.gguf is missing"),
-    "missing-both": (lambda p: (unlink(p[1]), unlink(p[2]))[0], "and 1 more is missing"),
+    "missing-second": (without(1), "-00002-of-00003.gguf is missing"),
+    "missing-both": (without(1, 2), "and 1 more is missing"),
     "swapped": (swap, "is named shard 2 of 3, but is shard 3 of 3"),
     "concatenated": (concatenate, "follow the last tensor"),
     "later-as-first": (lambda p: p[1], "shard 2 of 3, not the first: give model-00001-of-00003.gguf"),

@@ -49,7 +49,7 @@ def edit_manifest(pack: Path, edit: Callable[[Json], object]) -> None:
     manifest_of(pack).write_text(json.dumps(facts))
 
 
-def patch(pack: Path, offset: int, data: bytes) -> None:
+def patch(pack: Path, offset: int, data: bytes | bytearray) -> None:
     with open(pack, "r+b") as file:
         file.seek(offset)
         file.write(data)

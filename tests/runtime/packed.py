@@ -16,12 +16,20 @@ import numpy as np
 from lab.stock import ROOT, STOCK_LIB, environment
 from lab.variants import VARIANTS
 from llama_expert_pack import Llama
+from llama_expert_pack.bridge.provider import Provider
 from llama_expert_pack.pypack.convert.convert import convert
 from llama_expert_pack.pypack.drive.direct_io import pread_into
 from llama_expert_pack.pypack.errors import DecodeError
 from llama_expert_pack.pypack.format.pack import Pack
 
-SMALL = {"n_ctx": 256, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1, "logits_all": True, "verbose": False}
+SMALL: dict[str, Any] = {
+    "n_ctx": 256,
+    "n_batch": 64,
+    "n_threads": 1,
+    "n_threads_batch": 1,
+    "logits_all": True,
+    "verbose": False,
+}
 
 
 def variant(name: str, folder: Path) -> Path:
@@ -33,7 +41,7 @@ def variant(name: str, folder: Path) -> Path:
 
 def upstream_model(name: str, folder: Path) -> Path:
     """A model that upstream's test-llama-archs writes, with its pack beside it."""
-    command = [STOCK_LIB / "test-llama-archs", "-o", folder, "-s", "42", "-a", name.removesuffix("-moe")]
+    command = [str(STOCK_LIB / "test-llama-archs"), "-o", str(folder), "-s", "42", "-a", name.removesuffix("-moe")]
     subprocess.run(command, check=True, capture_output=True)
     path = folder / f"{name}.gguf"
     convert(path)
@@ -55,11 +63,16 @@ def loaded(path: Path, **options: Any) -> Iterator[Llama]:
         llm.close()
 
 
+def provider_of(llm: Llama) -> Provider:
+    assert llm._provider is not None
+    return llm._provider
+
+
 def tokens_at(start: int, n: int, n_vocab: int = 128) -> list[int]:
     return [(7 * i + i * i) % n_vocab for i in range(start, start + n)]
 
 
-def evaluate(llm: Llama, batches: Sequence[int]) -> np.ndarray:
+def evaluate(llm: Any, batches: Sequence[int]) -> np.ndarray:
     """Logits as bits, [sum of batches, n_vocab]."""
     for n in batches:
         llm.eval(tokens_at(llm.n_tokens, n, llm.n_vocab()))
@@ -67,7 +80,8 @@ def evaluate(llm: Llama, batches: Sequence[int]) -> np.ndarray:
 
 
 def bits(llm: Llama) -> np.ndarray:
-    return llm.scores[: llm.n_tokens].copy().view(np.uint32)
+    scores: np.ndarray = llm.scores[: llm.n_tokens].copy()
+    return scores.view(np.uint32)
 
 
 def run_python(
@@ -118,13 +132,14 @@ def reads(llm: Llama, fault: Pread, *, after: int = 0, times: int | None = None)
 
     Native leaves all reads to the provider meanwhile.
     """
-    reader, blocks = llm._provider._reader, llm._provider.blocks
-    usual, broken, seen, fds = reader._pread, [], [0], blocks["fd"].copy()
+    reader, blocks = provider_of(llm)._reader, provider_of(llm).blocks
+    usual, seen, fds = reader._pread, [0], blocks["fd"].copy()
+    broken: list[int] = []
 
     def pread(fd: int, buffer: memoryview, offset: int) -> int:
         seen[0] += 1
         if seen[0] <= after or (times is not None and len(broken) >= times):
-            return usual(fd, buffer, offset)  # type: ignore[no-any-return]
+            return usual(fd, buffer, offset)
         broken.append(offset)
         return fault(fd, buffer, offset)
 

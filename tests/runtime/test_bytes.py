@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from llama_expert_pack.pypack.format.pack import open_pack
 from llama_expert_pack.pypack.gguf.model import read_model
 from llama_expert_pack.pypack.source.discover import find_layers
 from llama_expert_pack.pypack.source.match import find_pack
-from tests.runtime.packed import evaluate, loaded, run_python, tokens_at, variant
+from tests.runtime.packed import evaluate, loaded, provider_of, run_python, tokens_at, variant
 
 BATCHES = [40, 1, 1, 7]
 MIB = 1 << 20
@@ -48,6 +49,7 @@ def test_garbage_in_place_of_the_experts_changes_nothing(
 LOAD_AND_RUN = """
 import json, sys
 from pathlib import Path
+from typing import Any
 from llama_expert_pack import Llama
 
 def status(field):
@@ -161,7 +163,8 @@ def test_the_expert_bytes_of_a_slot_are_the_packs(tmp_path: Path) -> None:
     pack = open_pack(find_pack(path))
     with loaded(path) as llm:
         llm.eval(tokens_at(0, 60))
-        cache, slots = llm._provider.cache, llm._provider._slots
+        cache = provider_of(llm).cache
+        slots: Any = provider_of(llm)._slots
         with pack.path.open("rb") as file:
             n_checked = 0
             for layer in pack.layers:

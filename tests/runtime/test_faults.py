@@ -27,6 +27,7 @@ from tests.runtime.packed import (
     flip_every_block,
     flipped_byte,
     loaded,
+    provider_of,
     reads,
     refused,
     tokens_at,
@@ -102,10 +103,10 @@ def test_what_native_reads_wrong_the_provider_reads_again(
         expected = evaluate(llm, BATCHES)
         undisturbed = llm.expert_stats()
     with loaded(path, **options) as llm:
-        damage(llm._provider.blocks)
+        damage(provider_of(llm).blocks)
         found = evaluate(llm, BATCHES)
         stats = llm.expert_stats()
-        assert llm._provider.cache.check() == []
+        assert provider_of(llm).cache.check() == []
     assert (found == expected).all()
     assert (stats.loads, stats.failures) == (undisturbed.loads, 0)
     assert stats.io_errors == stats.io_retries
@@ -176,7 +177,7 @@ def test_a_failed_evaluation_can_be_repeated(name: str, budget: str, tmp_path: P
             llm.eval(tokens)
         assert (bits(llm) == expected).all()
         assert llm.expert_stats().failures >= n_failed
-        assert llm._provider.cache.check() == []
+        assert provider_of(llm).cache.check() == []
     assert n_failed > 0
 
 
@@ -212,7 +213,7 @@ def test_one_damaged_expert_fails_only_the_evaluations_that_use_it(tmp_path: Pat
     with loaded(path) as llm:
         evaluate(llm, [1] * 20)
         expected = bits(llm)
-        used = np.flatnonzero(llm._provider.cache.freq)
+        used = np.flatnonzero(provider_of(llm).cache.freq)
     damaged = int(used[len(used) // 2])
     layer = next(x for x in pack.layers if x.first_key <= damaged < x.first_key + x.n_expert)
     start = pack.offset(layer.index, damaged - layer.first_key)
@@ -233,7 +234,7 @@ def test_one_damaged_expert_fails_only_the_evaluations_that_use_it(tmp_path: Pat
                 n_right += 1
             assert n_right < 20
             assert (bits(llm) == expected[:n_right]).all()
-            assert llm._provider.cache.slot_of[damaged] == -1
+            assert provider_of(llm).cache.slot_of[damaged] == -1
         evaluate(llm, [1] * (20 - n_right))
         assert (bits(llm) == expected).all()
 
@@ -247,8 +248,8 @@ def test_the_reason_is_that_of_the_last_failure(tmp_path: Path, monkeypatch: pyt
     with loaded(variant("type-Q4_K", tmp_path)) as llm:
         for _ in range(2):
             with monkeypatch.context() as patched:
-                patched.setattr(llm._provider.cache, "fetch", broken)
-                llm._provider.cache.next_slots[:] = -1  # or native would not ask
+                patched.setattr(provider_of(llm).cache, "fetch", broken)
+                provider_of(llm).cache.next_slots[:] = -1  # or native would not ask
                 assert decode_error(lambda: llm.eval([1, 2, 3])) == "no slots today"
             for code, why in ((errno.EIO, "Input/output error"), (errno.EINVAL, "Invalid argument")):
                 with reads(llm, refused(code)):

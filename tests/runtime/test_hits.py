@@ -11,7 +11,7 @@ import pytest
 from lab.logits import minimum_budget
 from llama_expert_pack.pypack.format.pack import open_pack
 from llama_expert_pack.pypack.source.match import find_pack
-from tests.runtime.packed import evaluate, loaded, tokens_at, variant
+from tests.runtime.packed import evaluate, loaded, provider_of, tokens_at, variant
 
 N_STEPS = 24
 
@@ -65,7 +65,7 @@ def test_single_tokens_count_top_k_experts_in_every_layer(name: str, top_k: int,
     pack = open_pack(find_pack(path))
     cache = pack.payload_bytes if budget == "all" else minimum_budget(pack)
     with loaded(path, expert_cache=cache) as llm:
-        freq, last_use = llm._provider.cache.freq, llm._provider.cache.last_use
+        freq, last_use = provider_of(llm).cache.freq, provider_of(llm).cache.last_use
         for step in range(1, N_STEPS + 1):
             used_before, asked_before = last_use.copy(), freq.copy()
             llm.eval(tokens_at(llm.n_tokens, 1))
@@ -87,7 +87,7 @@ def test_a_batch_counts_each_expert_of_a_layer_once(tmp_path: Path) -> None:
     path = variant("type-Q4_K", tmp_path)
     with loaded(path, expert_cache="1GiB") as llm:
         llm.eval(tokens_at(0, 60))
-        freq = llm._provider.cache.freq
+        freq = provider_of(llm).cache.freq
         assert freq.max() == 1, "60 tokens in one batch are one acquire a layer"
         assert int(freq.sum()) == llm.expert_stats().misses
         llm.eval(tokens_at(60, 60))

@@ -24,7 +24,18 @@ from llama_expert_pack.pypack.drive.direct_io import pread_into
 from llama_expert_pack.pypack.errors import UsageError
 from llama_expert_pack.pypack.format.pack import open_pack
 from llama_expert_pack.pypack.source.match import find_pack
-from tests.runtime.packed import bits, evaluate, load, loaded, reads, run_python, tokens_at, upstream_model, variant
+from tests.runtime.packed import (
+    bits,
+    evaluate,
+    load,
+    loaded,
+    provider_of,
+    reads,
+    run_python,
+    tokens_at,
+    upstream_model,
+    variant,
+)
 
 BATCHES = [20, 1, 1]
 
@@ -119,7 +130,7 @@ def test_garbage_is_not_collected_inside_callbacks(tmp_path: Path, monkeypatch: 
         nonlocal inside
         inside = True
         Cycle()
-        kept = [[] for _ in range(3 * gc.get_threshold()[0])]  # makes Python collect
+        kept: list[list[int]] = [[] for _ in range(3 * gc.get_threshold()[0])]  # makes Python collect
         prepare(*arguments)
         inside = not kept
 
@@ -174,14 +185,14 @@ def test_a_constructor_that_fails_leaves_nothing_behind(
     path = variant("type-Q4_K", tmp_path)
     with loaded(path) as llm:
         expected = evaluate(llm, BATCHES)
-    options: dict[str, Any] = {
+    cases: dict[str, dict[str, Any]] = {
         "options": {"expert_verify": "never"},
         "pack": {"expert_pack": tmp_path / "none.expert-pack"},
         "load": {"kv_overrides": {"qwen3moe.block_count": 77}},
         "context": {"type_v": 8},  # Q8_0, which needs flash attention
         "statistics": {"expert_stats_path": tmp_path / "none" / "stats.json"},
         "interrupt": {},
-    }[fails_at]
+    }
     if fails_at == "interrupt":
 
         def interrupted(*_: object) -> None:
@@ -190,7 +201,7 @@ def test_a_constructor_that_fails_leaves_nothing_behind(
         monkeypatch.setattr(Llama, "_watch_decode", interrupted)
     before = open_files(), threading.active_count(), sys.getswitchinterval()
     with pytest.raises((Exception, KeyboardInterrupt)) as caught:
-        load(path, **options)
+        load(path, **cases[fails_at])
     del caught
     gc.collect()
     assert (open_files(), threading.active_count(), sys.getswitchinterval()) == before
@@ -228,7 +239,7 @@ def test_two_models_in_two_threads(tmp_path: Path) -> None:
         for _ in range(3):
             with loaded(path, expert_cache=least(path)) as llm:
                 found.append(evaluate(llm, [30, *[1] * 20]))
-                assert llm._provider.cache.check() == []
+                assert provider_of(llm).cache.check() == []
         return found
 
     alone = [generate(path)[0] for path in paths]
@@ -286,7 +297,7 @@ def test_ctrl_c_always_arrives_and_breaks_nothing(tmp_path: Path) -> None:
             assert n_arrived == 3 * 19, "a Ctrl-C got lost"
             assert (bits(llm) == expected).all()
             assert llm.expert_stats().failures == 0
-            assert llm._provider.cache.check() == []
+            assert provider_of(llm).cache.check() == []
 
 
 GENERATE = """

@@ -27,7 +27,7 @@ from llama_expert_pack.pypack.errors import BudgetError, NativeError, PackError,
 from llama_expert_pack.pypack.format.pack import open_pack
 from llama_expert_pack.pypack.ggml_types import NOT_COMPUTED_TYPES
 from llama_expert_pack.pypack.source.match import find_pack
-from tests.runtime.packed import SMALL, bits, evaluate, load, loaded, variant
+from tests.runtime.packed import SMALL, bits, evaluate, load, loaded, provider_of, variant
 
 BATCHES = [20, 1, 1]
 USED = "qwen3moe.expert_used_count"
@@ -41,7 +41,7 @@ def one_line(error: BaseException) -> str:
 
 @pytest.mark.parametrize("pack", [None, True])
 @pytest.mark.parametrize("unknown", [{"n_ctxt": 1}, {"expert_cach": 1, "model": 2}])
-def test_unknown_keywords_are_named(pack: bool | None, unknown: dict[str, int], tmp_path: Path) -> None:
+def test_unknown_keywords_are_named(pack: bool | None, unknown: dict[str, Any], tmp_path: Path) -> None:
     path = variant("type-Q4_K", tmp_path)
     with pytest.raises(TypeError, match=f"unknown keyword arguments: {', '.join(sorted(unknown))}"):
         Llama(str(path), expert_pack=pack, **unknown)
@@ -51,7 +51,7 @@ def test_every_keyword_of_llama_cpp_is_known(tmp_path: Path) -> None:
     """What its own pickling passes to the constructor is all it takes, and ours takes it."""
     path = variant("type-Q4_K", tmp_path)
     with loaded(path) as llm:
-        state = llama_cpp.Llama.__getstate__(llm)
+        state = llama_cpp.Llama.__getstate__(llm)  # type: ignore[no-untyped-call]
     state.pop("model_path")
     with loaded(path, **state) as llm:
         evaluate(llm, [3])
@@ -297,14 +297,14 @@ def test_pickling(pack: bool | None, tmp_path: Path) -> None:
     options = {"expert_cache": minimum_budget(open_pack(find_pack(path))), "expert_policy": "lru"} if pack else {}
     with loaded(path, expert_pack=pack, n_ubatch=32, **options) as llm:
         expected = evaluate(llm, BATCHES)
-        n_slots = llm._provider.cache.n_slots if pack else 0
+        n_slots = provider_of(llm).cache.n_slots if pack else 0
         data = pickle.dumps(llm)
     copy: Llama = pickle.loads(data)
     try:
         assert (evaluate(copy, BATCHES) == expected).all()
         assert copy.context_params.n_ubatch == 32
         if pack:
-            assert copy._provider.cache.n_slots == n_slots
+            assert provider_of(copy).cache.n_slots == n_slots
             assert copy.expert_stats().loads > 0
     finally:
         copy.close()

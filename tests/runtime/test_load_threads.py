@@ -39,7 +39,7 @@ class Meeting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.go_on = threading.Event(), threading.Event()
-        usual = Llama.model_params
+        usual: Any = Llama.model_params
 
         def wait(llm: Any, params: Any) -> None:
             if llm._provider is not None:

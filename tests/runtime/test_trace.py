@@ -155,9 +155,9 @@ def test_the_model_and_its_pack_are_never_written_over(option: str, tmp_path: Pa
             with pytest.raises(UsageError, match=f"{option} is the same file as {name}: give it a file of its own"):
                 load(path, **{option: given})
     assert [file.read_bytes() for file in files] == before
-    for given in ("", "a\0b", 7):
+    for wrong in ("", "a\0b", 7):
         with pytest.raises(UsageError, match=f"{option} must be the path of a file, not"):
-            load(path, **{option: given})
+            load(path, **{option: wrong})
 
 
 def test_where_the_models_of_a_router_write(tmp_path: Path) -> None:

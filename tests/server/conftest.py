@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from llama_expert_pack.pypack.source.discover import find_layers
 from tests.server.serving import STOCK, Server, faulty, serving
 
 VOCABULARY = STOCK_LIB.parent / "source" / "models" / "ggml-vocab-llama-spm.gguf"
-SIZES = {"n_layer": 4, "n_embd": 256, "n_head": 2, "n_ff_exp": 256, "n_expert": 16, "n_expert_used": 2}
+SIZES: dict[str, Any] = {"n_layer": 4, "n_embd": 256, "n_head": 2, "n_ff_exp": 256, "n_expert": 16, "n_expert_used": 2}
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 import llama_expert_pack.bridge.provider
 import llama_expert_pack.bridge.server_session
 import llama_expert_pack.pypack.drive.direct_io
+from llama_expert_pack.bridge.model_pack import open_checked as usual_open
 from llama_expert_pack.bridge.server import main
 from llama_expert_pack.pypack.drive.direct_io import pread_into
 from llama_expert_pack.pypack.drive.reader import Reader
@@ -31,7 +32,8 @@ fault_file = Path(sys.argv.pop(1))
 
 
 describe_blocks = llama_expert_pack.bridge.provider._describe_blocks
-usual_open = llama_expert_pack.bridge.server_session.open_checked
+provider: Any = llama_expert_pack.bridge.provider
+session: Any = llama_expert_pack.bridge.server_session
 
 
 def pread(fd: int, buffer: memoryview, offset: int) -> int:
@@ -64,7 +66,7 @@ def open_directly(path: Path, flags: int) -> int:
 
 open_usually = llama_expert_pack.pypack.drive.direct_io._open
 llama_expert_pack.pypack.drive.direct_io._open = open_directly
-llama_expert_pack.bridge.provider.Reader = partial(Reader, pread=pread)  # type: ignore[assignment, misc]
+provider.Reader = partial(Reader, pread=pread)
 llama_expert_pack.bridge.provider._describe_blocks = only_the_provider
-llama_expert_pack.bridge.server_session.open_checked = open_checked
+session.open_checked = open_checked
 sys.exit(main())

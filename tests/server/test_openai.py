@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import InternalServerError, OpenAI
@@ -10,7 +11,7 @@ from openai import InternalServerError, OpenAI
 from tests.server.conftest import Breaking
 from tests.server.serving import Server, serving
 
-MESSAGES = [{"role": "user", "content": "Say something."}]
+MESSAGES: list[Any] = [{"role": "user", "content": "Say something."}]
 
 
 def client_of(server: Server) -> OpenAI:
@@ -27,9 +28,9 @@ def test_models(client: OpenAI) -> None:
 
 
 def test_chat_and_streamed_chat_agree(client: OpenAI) -> None:
-    options = {"model": "packed", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
-    whole = client.chat.completions.create(**options)  # type: ignore[call-overload]
-    parts = client.chat.completions.create(**options, stream=True)  # type: ignore[call-overload]
+    options: dict[str, Any] = {"model": "packed", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**options)
+    parts = client.chat.completions.create(**options, stream=True)
     pieces = [part.choices[0].delta.content or "" for part in parts if part.choices]
     assert whole.usage.completion_tokens > 0
     assert "".join(pieces) == (whole.choices[0].message.content or "")
@@ -49,4 +50,4 @@ def test_embeddings(tmp_path: Path, model: Path, quarter: list[str]) -> None:
 def test_a_read_error_is_an_internal_server_error(breaking: Breaking) -> None:
     breaking.fault.write_text("fail")
     with pytest.raises(InternalServerError, match="expert"):
-        client_of(breaking.server).chat.completions.create(model="packed", messages=MESSAGES, max_tokens=16)  # type: ignore[arg-type]
+        client_of(breaking.server).chat.completions.create(model="packed", messages=MESSAGES, max_tokens=16)

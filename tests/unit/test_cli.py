@@ -242,7 +242,12 @@ def test_names_that_are_no_text(model: Path, tmp_path: Path) -> None:
     pack = model.with_suffix(".expert-pack")
 
     def stdout(*args: object) -> str:
-        command = [sys.executable, "-m", "llama_expert_pack.pypack.command.cli", *map(os.fsencode, map(str, args))]
+        command: list[str | bytes] = [
+            sys.executable,
+            "-m",
+            "llama_expert_pack.pypack.command.cli",
+            *(os.fsencode(str(arg)) for arg in args),
+        ]
         environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
         done = subprocess.run(command, capture_output=True, env=environment)
         assert done.returncode == 0, done.stderr

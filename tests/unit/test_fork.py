@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,8 @@ def test_a_statistics_file_is_the_parents(tmp_path: Path) -> None:
     writer = StatsWriter(path, 1e6, counters.snapshot)
     before = path.read_bytes()
     counters.add(Counter.EVICTIONS)
-    with writer._closing._cond:  # as if its thread were looking just now
+    event: Any = writer._closing
+    with event._cond:  # as if its thread were looking just now
         assert status_of_child(writer.close) == 0
     assert path.read_bytes() == before
     writer.close()

@@ -316,7 +316,8 @@ def test_a_partial_pack_beside_a_finished_one_is_named(model: Path, monkeypatch:
 
 def test_force_is_not_named_where_it_does_not_help(model: Path) -> None:
     pack = beside(model, "")
-    for make in (pack.mkdir, lambda: pack.hardlink_to(model)):
+    makes: list[Callable[[], None]] = [pack.mkdir, lambda: pack.hardlink_to(model)]
+    for make in makes:
         make()
         with pytest.raises(UsageError, match=r"is in the way \(.*\): move it away, or choose another --output"):
             run(model)

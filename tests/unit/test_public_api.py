@@ -39,6 +39,23 @@ def test_every_error_is_exported_and_in_the_tree() -> None:
         assert name in str(errors.__doc__)
 
 
+def public_members(value: object) -> dict[str, object]:
+    """A class's own methods and properties by name; fields are told of in its docstring."""
+    own = vars(value) if isinstance(value, type) else {}
+    return {
+        name: member
+        for name, member in own.items()
+        if not name.startswith("_") and isinstance(member, types.FunctionType | property | classmethod | staticmethod)
+    }
+
+
+@pytest.mark.parametrize("name", sorted({*llama_expert_pack.__all__} - {"POLICIES", "__version__"}))
+def test_what_is_offered_says_what_it_does(name: str) -> None:
+    value = getattr(llama_expert_pack, name)
+    assert value.__doc__ and not value.__doc__.startswith(f"{name}("), "a dataclass's own docstring says nothing"
+    assert [member for member, found in public_members(value).items() if not found.__doc__] == []
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_says_what_it_is_for(name: str) -> None:
     assert (import_module(name).__doc__ or "").strip()

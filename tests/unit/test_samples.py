@@ -113,11 +113,21 @@ def test_samples_are_few_and_in_bounds() -> None:
 
 def test_nothing_but_the_samples_is_read(model: Path, pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by this process nor ahead of it."""
-    n_bytes, advice = [], []
-    pread, fadvise = os.pread, os.posix_fadvise
+    n_bytes: list[int] = []
+    advice: list[tuple[int, int]] = []
+    usual_pread, usual_fadvise = os.pread, os.posix_fadvise
+
+    def pread(fd: int, n: int, offset: int) -> bytes:
+        n_bytes.append(n)
+        return usual_pread(fd, n, offset)
+
+    def fadvise(fd: int, at: int, n: int, what: int) -> None:
+        advice.append((n, what))
+        usual_fadvise(fd, at, n, what)
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pread", lambda fd, n, offset: n_bytes.append(n) or pread(fd, n, offset))
-        patch.setattr(os, "posix_fadvise", lambda fd, at, n, what: advice.append((n, what)) or fadvise(fd, at, n, what))
+        patch.setattr(os, "pread", pread)
+        patch.setattr(os, "posix_fadvise", fadvise)
         found = read_model(model)
         n_bytes.clear()
         assert samples.expert_difference(found, pack.layers, pack.path) is None

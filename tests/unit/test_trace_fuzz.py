@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -64,10 +64,11 @@ def made_up(random: Random) -> bytes:
 def use(trace: Trace) -> None:
     """All that the tools do with a trace, but for the pictures."""
     use_counts(trace)
-    for attempt in (
+    attempts: list[Callable[[], object]] = [
         lambda: check_live(trace),
         lambda: table(replay_all(trace, "x", "given", ["lru", "arc"], ["50%", "1MiB"])),
-    ):
+    ]
+    for attempt in attempts:
         try:
             attempt()
         except ExpertPackError as error:

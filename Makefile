@@ -69,7 +69,7 @@ endef
 stock-library: $(VENV)/tools
 	$(call build_stock,stock-library,its library,llama mtmd)
 
-# VERSION=0.3.37 make upgrade goes to another llama-cpp-python, if all patches fit: docs/UPGRADING.md
+# make upgrade VERSION=0.3.37 goes to another llama-cpp-python, if all patches fit: docs/UPGRADING.md
 upgrade: $(VENV)/tools
 	@$(BIN)/python native/upgrade.py "$(VERSION)"
 	$(MAKE) build stock $(VENV)/for-test

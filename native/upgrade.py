@@ -168,6 +168,7 @@ def check(version: str) -> None:
 
 def upgrade(version: str) -> None:
     """Changes the clone, if all hunks fit. Raises SourceError."""
+    print(f"from {source.NAME} {source.VERSION} to {version}: fetches and unpacks both, then merges", flush=True)
     pinned_archive = source.cached_archive()
     with tempfile.TemporaryDirectory(dir=pinned_archive.parent) as scratch:
         archive = source.download(version, Path(scratch))

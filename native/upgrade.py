@@ -55,55 +55,51 @@ class Trees:
 
 
 def git(folder: Path, command: str, *arguments: str | Path, most: int = 0) -> tuple[int, str]:
-    """Exit status and output of git without the user's settings, which could change what a diff looks like.
-
-    Raises SourceError if the status is above `most`.
-    """
-    settings = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    """Exit status and output of git. Raises SourceError if the status is above `most`."""
+    # in the trees without the user's settings, which could change what a diff looks like
+    settings = {} if folder == ROOT else {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     run = subprocess.run(["git", command, *arguments], cwd=folder, env={**os.environ, **settings}, capture_output=True)
     if run.returncode > most:
         raise source.SourceError(f"git {command} in {folder}: {run.stderr.decode().strip()}")
     return run.returncode, run.stdout.decode(errors="surrogateescape")
 
 
-def read_lines(path: Path) -> list[str]:
-    """Lines with their ends; every byte survives."""
-    return re.findall(r".*\n|.+$", path.read_bytes().decode(errors="surrogateescape"))
+def lines_of(text: str) -> list[str]:
+    return re.findall(r".*\n|.+$", text)
 
 
 def write(path: Path, text: str) -> None:
     path.write_bytes(text.encode(errors="surrogateescape"))
 
 
-def read_hunks(patch: Path) -> list[Hunk]:
+def hunks_of(diff: str) -> list[Hunk]:
     hunks: list[Hunk] = []
     file, in_hunk = "", False
-    for line in read_lines(patch):
+    for line in lines_of(diff):
         if line.startswith("diff --git "):
-            in_hunk = False
+            file, in_hunk = line.rstrip("\n").rpartition(" b/")[2], False
         elif head := HUNK_HEAD.match(line):
             hunks.append(Hunk(file, int(head[1]), []))
             in_hunk = True
         elif in_hunk:
             hunks[-1].text.append(line)
-        elif line.startswith("--- a/"):
-            file = line[len("--- a/") :].rstrip("\n")
     return hunks
 
 
 def merge(hunk: Hunk, trees: Trees) -> str:
     """Brings a hunk into the new source, or says where and why it does not fit."""
-    pinned, new = trees.pinned / hunk.file, trees.new / hunk.file
+    new, pinned, changed = trees.new / hunk.file, trees.pinned.with_name("base"), trees.pinned.with_name("changed")
     if not new.exists():
         return f"line {hunk.line} of {source.VERSION}: {why_gone(hunk.file, trees)}"
-    lines, start = read_lines(pinned), hunk.line - 1
-    changed = trees.pinned.with_name("changed")
+    _, text = git(trees.pinned, "show", f":{hunk.file}")
+    lines, start = lines_of(text), hunk.line - 1
+    write(pinned, text)
     write(changed, "".join([*lines[:start], *hunk.new, *lines[start + len(hunk.old) :]]))
     labels = ["-L", "new", "-L", "pinned", "-L", "hunk"]
     n_conflicts, merged = git(trees.new, "merge-file", "-p", "--diff3", *labels, new, pinned, changed, most=127)
     if n_conflicts:
         _, before = git(trees.new, "show", f":{hunk.file}")
-        n_added = len(read_lines(new)) - before.count("\n")  # by the hunks above
+        n_added = new.read_bytes().count(b"\n") - before.count("\n")  # by the hunks above
         return why_conflict(hunk, merged.split("\n"), n_added, trees.version)
     write(new, merged)
     return ""
@@ -138,18 +134,23 @@ def shorten(lines: list[str]) -> list[str]:
 
 def port(patch: Path, trees: Trees) -> tuple[int, str]:
     """Applies a patch to both trees: how many hunks do not fit, and the patch for the new source. Prints the former."""
-    hunks = read_hunks(patch)
-    git(trees.new, "add", "--force", *{hunk.file for hunk in hunks if (trees.new / hunk.file).exists()})
+    _, counts = git(trees.pinned, "apply", "--numstat", patch)
+    files = [line.split("\t")[2] for line in counts.splitlines()]
+    for tree in (trees.pinned, trees.new):  # the index holds what was there before
+        git(tree, "add", "--force", *(file for file in files if (tree / file).exists()))
+    source.apply_patches(trees.pinned, [patch])
+    # Not the patch's own hunks: git finds those also where their line numbers are wrong.
+    hunks = hunks_of(git(trees.pinned, "diff", "--unified=1")[1])
     n_failed = 0
     for hunk in hunks:
         if why := merge(hunk, trees):
             n_failed += 1
             print(f"{patch.name}: {hunk.file}, {why}")
     print(f"{patch.name}: {len(hunks) - n_failed} of {len(hunks)} hunks fit")
-    source.apply_patches(trees.pinned, [patch])
     _, diff = git(trees.new, "diff", "--unified=1")
-    git(trees.new, "add", "--update")
-    introduction = "".join(read_lines(patch)).partition("diff --git ")[0]
+    for tree in (trees.pinned, trees.new):
+        git(tree, "add", "--update")
+    introduction = patch.read_text(errors="surrogateescape").partition("diff --git ")[0]
     return n_failed, introduction + diff if diff else ""
 
 
@@ -173,9 +174,9 @@ def upgrade(version: str) -> None:
     with tempfile.TemporaryDirectory(dir=pinned_archive.parent) as scratch:
         archive = source.download(version, Path(scratch))
         trees = Trees(Path(scratch) / "pinned", Path(scratch) / "new", version)
-        source.unpack(pinned_archive, trees.pinned)
-        source.unpack(archive, trees.new)
-        git(trees.new, "init", "--quiet")
+        for packed, tree in ((pinned_archive, trees.pinned), (archive, trees.new)):
+            source.unpack(packed, tree)
+            git(tree, "init", "--quiet")
         ported = {patch: port(patch, trees) for patch in source.patches_in(ROOT / "native" / "patches")}
         if n_failed := sum(n for n, _ in ported.values()):
             raise source.SourceError(

@@ -79,6 +79,9 @@ class Clone:
         self.patch("0001-first.patch").write_text(FIRST)
         self.patch("0002-second.patch").write_text(SECOND)
         self.git("init", "--quiet")
+        self.commit()
+
+    def commit(self) -> None:
         self.git("add", "--all")
         self.git("-c", "user.name=x", "-c", "user.email=x@example.com", "commit", "--quiet", "--message", "x")
 
@@ -140,6 +143,19 @@ def test_patches_and_pin_follow_lines_that_moved(clone: Clone, tmp_path: Path) -
     assert built.stdout == f"llama-cpp-python 1.1 {sha256}\n"
     expected = "".join(["/* ü */\n", "\n", *PATCHED]).replace("line 10\n", "line 10\nbetween\n")
     assert (tmp_path / "tree" / "a.c").read_text() == expected
+
+
+def test_a_patch_written_by_hand_is_put_right(clone: Clone) -> None:
+    """Line numbers that are a little off, a file in two pieces: git takes both."""
+    clone.patch("0001-first.patch").write_text(FIRST.replace("-15,2 +16,3", "-11,2 +11,3") + SECOND)
+    clone.patch("0002-second.patch").unlink()
+    clone.commit()
+    clone.publish("1.1", {"a.c": ["\n", *LINES]})
+    run = clone.run("upgrade.py", "1.1")
+    assert run.returncode == 0, run.stderr
+    patch = clone.patch("0001-first.patch").read_text()
+    heads = [line.split(" @@")[0] for line in patch.splitlines() if line.startswith("@@")]
+    assert heads == ["@@ -5,3 +5,3", "@@ -16,2 +16,3"]
 
 
 def changes(patch: str) -> list[str]:

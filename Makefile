@@ -38,7 +38,7 @@ BENCH_MODEL  := build/bench/model.gguf
 NATIVE_FILES := $(shell find native -type f)
 NATIVE_CODE  := $(wildcard native/src/*.cpp native/src/*.h native/src/cuda/* native/include/*.h tests/native/*.cpp tests/native/*.h)
 
-.PHONY: demo test check format build stock stock-library bench cuda-check gpu-test clean
+.PHONY: demo test check format build stock stock-library upgrade bench cuda-check gpu-test clean
 
 demo: build stock-library
 	$(BIN)/python -m bench.demo $(if $(MODEL),--model "$(MODEL)")
@@ -68,6 +68,12 @@ endef
 
 stock-library: $(VENV)/tools
 	$(call build_stock,stock-library,its library,llama mtmd)
+
+# make upgrade VERSION=0.3.37 goes to another llama-cpp-python, if all patches fit: docs/UPGRADING.md
+upgrade: $(VENV)/tools
+	@$(BIN)/python native/upgrade.py "$(VERSION)"
+	$(MAKE) build stock $(VENV)/for-test
+	$(BIN)/python -m pytest tests/conformance tests/runtime/test_library.py
 
 stock: $(VENV)/tools
 	$(call build_stock,stock,its library and server,llama mtmd test-llama-archs llama-server)

@@ -20,7 +20,6 @@ from ..pypack.errors import NativeError
 if TYPE_CHECKING:
     import ctypes
 
-LLAMA_CPP_PYTHON_VERSION = "0.3.36"
 REBUILD = "reinstall llama-expert-pack on this machine (`make clean build` in a clone)"
 
 # names in /proc/cpuinfo of what the build may use
@@ -52,7 +51,7 @@ def library_dir() -> Path:
 
 
 def build_info() -> dict[str, Any]:
-    """What the libraries were built from and for: ``source``, ``cpu_features``, ``cuda``."""
+    """What the libraries were built from and for: ``source`` (name, version, sha256), ``cpu_features``, ``cuda``."""
     path = library_dir() / "build_info.json"
     try:
         info: dict[str, Any] = json.loads(path.read_text())
@@ -123,14 +122,14 @@ def load() -> ModuleType:
 
     folder = library_dir()
     check_native()
+    needed = build_info()["source"].split()[1]
     try:
         found = version("llama-cpp-python")
     except PackageNotFoundError:
         found = "none"
-    if found != LLAMA_CPP_PYTHON_VERSION:
+    if found != needed:
         raise NativeError(
-            f"llama-cpp-python {LLAMA_CPP_PYTHON_VERSION} is needed, {found} is installed: "
-            f"pip install llama-cpp-python=={LLAMA_CPP_PYTHON_VERSION}"
+            f"llama-cpp-python {needed} is needed, {found} is installed: pip install llama-cpp-python=={needed}"
         )
     if "llama_cpp" not in sys.modules:
         os.environ["LLAMA_CPP_LIB_PATH"] = str(folder)

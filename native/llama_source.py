@@ -12,84 +12,130 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from pathlib import Path
 
 NAME = "llama-cpp-python"
-VERSION = "0.3.36"
-SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-ARCHIVE = f"llama_cpp_python-{VERSION}.tar.gz"
-VENDORED = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
+# The pin stands where pip needs the version. Python 3.10 has no TOML reader.
+PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+PIN = re.compile(rf'"{NAME}==(.+)",(?s:.+)\n\[tool\.llama-source\]\nsha256 = "(.+)"')
 
 
 class SourceError(Exception):
     """One sentence for the person who builds."""
 
 
+def read_pin() -> tuple[str, str]:
+    """Version and sha256 of the source that the patches belong to."""
+    pin = PIN.search(PROJECT.read_text())
+    if pin is None:
+        sys.exit(f"error: {PROJECT}: expected version and sha256 of {NAME}, found none: restore the file")
+    return pin[1], pin[2]
+
+
+VERSION, SHA256 = read_pin()
+
+
+def archive_name(version: str) -> str:
+    return f"llama_cpp_python-{version}.tar.gz"
+
+
 def cached_archive() -> Path:
     """The archive in the cache, downloaded when it is not there. Raises SourceError."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama-expert-pack"
-    archive = cache / ARCHIVE
+    archive = cache / archive_name(VERSION)
     if not archive.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            download(Path(scratch))
-            check_digest(Path(scratch) / ARCHIVE)
-            (Path(scratch) / ARCHIVE).replace(archive)
+            try:
+                fresh = download(VERSION, Path(scratch))
+            except SourceError as error:
+                raise SourceError(f"{error}, or put the file into {cache}") from error
+            check_digest(fresh)
+            fresh.replace(archive)
     check_digest(archive)
     return archive
 
 
+def digest(archive: Path) -> str:
+    return hashlib.sha256(archive.read_bytes()).hexdigest()
+
+
 def check_digest(archive: Path) -> None:
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    found = digest(archive)
     if found != SHA256:
         raise SourceError(f"{archive}: expected sha256 {SHA256}, found {found}: delete the file and try again")
 
 
-def download(folder: Path) -> None:
-    """Lets pip fetch the archive, so that its index, proxy and certificate settings hold."""
+def download(version: str, folder: Path) -> Path:
+    """Lets pip fetch an archive, so that its index, proxy and certificate settings hold. Raises SourceError."""
+    archive = folder / archive_name(version)
     reasons = []
     for pip in ([sys.executable, "-m", "pip"], ["python3", "-m", "pip"], ["pip3"], ["pip"]):
         # pip asks the archive's build backend for its metadata. The one that is installed answers at once; a
         # build environment of its own may first have to compile CMake.
         for isolation in (["--no-build-isolation"], []):
-            reason = try_download([*pip, "download", *isolation], folder)
-            if reason is None:
-                return
-            reasons.append(reason)
+            said = try_download([*pip, "download", *isolation], version, folder)
+            if archive.exists():
+                return archive
+            check_index_answer(said, version)
+            reasons.append(said.splitlines()[-1])
     raise SourceError(
-        f"the source {ARCHIVE} is not in the cache and can't be downloaded ({'; '.join(dict.fromkeys(reasons))}): "
-        f"connect to a package index, or put the file into {folder.parent}"
+        f"the source {archive.name} can't be downloaded ({'; '.join(dict.fromkeys(reasons))}): "
+        "connect to a package index"
     )
 
 
-def try_download(command: list[str], folder: Path) -> str | None:
-    """Why pip did not bring the archive, None if it did."""
-    command += ["--quiet", "--no-deps", "--no-binary", ":all:", "--dest", str(folder), f"{NAME}=={VERSION}"]
+def check_index_answer(said: str, version: str) -> None:
+    """Raises SourceError if the index was reached: another pip would hear the same."""
+    known = re.search(r"\(from versions: (?!none\))(.+)\)", said)
+    versions = known[1].split(", ") if known else [version]
+    if version not in versions:
+        newest = ", ".join(versions[-3:])
+        raise SourceError(
+            f"the package index has no source {archive_name(version)}, its newest are {newest}: "
+            "take another version or index"
+        )
+    if "DO NOT MATCH THE HASHES" in said:
+        raise SourceError(
+            f"the source {archive_name(version)} came with another sha256 than its package index names: "
+            "try again, or take another index"
+        )
+
+
+def try_download(command: list[str], version: str, folder: Path) -> str:
+    """What pip said; never empty."""
+    command += ["--quiet", "--no-deps", "--no-binary", ":all:", "--dest", str(folder), f"{NAME}=={version}"]
     # our own build sets these for its own CMake run
     environment = {k: v for k, v in os.environ.items() if k not in ("CMAKE_ARGS", "SKBUILD_CMAKE_ARGS")}
     try:
         run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     except FileNotFoundError:
         return "not found"
-    if run.returncode == 0 and (folder / ARCHIVE).exists():
-        return None
-    return (run.stderr.strip() or "no archive came").splitlines()[-1]
+    return run.stderr.strip() or "no archive came"
 
 
 def unpack(archive: Path, dest: Path) -> None:
+    vendored = archive.name.removesuffix(".tar.gz") + "/vendor/llama.cpp/"
     with tarfile.open(archive) as tar:
         members = []
         for member in tar:
-            if member.name.startswith(VENDORED) and member.name != VENDORED + ".git":
-                member.name = member.name[len(VENDORED) :]
+            if member.name.startswith(vendored) and member.name != vendored + ".git":
+                member.name = member.name[len(vendored) :]
+                member.mtime = time.time()  # what was compiled from another version is older
                 members.append(member)
         options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         tar.extractall(dest, members, **options)  # type: ignore[arg-type]
+
+
+def patches_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.patch"))
 
 
 def apply_patches(tree: Path, patches: list[Path]) -> None:
@@ -114,30 +160,34 @@ def apply_patches(tree: Path, patches: list[Path]) -> None:
 
 
 def prepare(dest: Path, patches: list[Path]) -> None:
-    """Brings dest to the patched source, touching only files whose content changes."""
-    state = hashlib.sha256(SHA256.encode())
-    for patch in patches:
-        state.update(patch.read_bytes())
+    """Brings dest to the patched source; where the source stays, it touches only files whose content changes."""
+    patched = hashlib.sha256(b"".join(patch.read_bytes() for patch in patches)).hexdigest()
     stamp = dest / ".expert-pack-source"
-    if stamp.exists() and stamp.read_text() == state.hexdigest():
+    held = stamp.read_text().split() if stamp.exists() else []
+    if held == [SHA256, patched]:
         return
     archive = cached_archive()
     fresh = dest.with_name(dest.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     unpack(archive, fresh)
     apply_patches(fresh, patches)
-    if dest.exists():
-        for path in fresh.rglob("*"):
-            old = dest / path.relative_to(fresh)
-            if not path.is_file() or path.is_symlink():
-                continue
-            if not old.exists() or old.read_bytes() != path.read_bytes():
-                old.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, old)  # with a new time stamp: it must be compiled again
+    if held[:1] == [SHA256]:
+        copy_changed(fresh, dest)
         shutil.rmtree(fresh)
-    else:
+    else:  # nothing of another version may stay: upstream's build takes whole folders
+        shutil.rmtree(dest, ignore_errors=True)
         fresh.rename(dest)
-    stamp.write_text(state.hexdigest())
+    stamp.write_text(f"{SHA256} {patched}\n")
+
+
+def copy_changed(fresh: Path, dest: Path) -> None:
+    for path in fresh.rglob("*"):
+        old = dest / path.relative_to(fresh)
+        if not path.is_file() or path.is_symlink():
+            continue
+        if not old.exists() or old.read_bytes() != path.read_bytes():
+            old.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, old)  # with a new time stamp: it must be compiled again
 
 
 def main() -> int:
@@ -149,7 +199,7 @@ def main() -> int:
         if args.dest is None:
             cached_archive()
         else:
-            prepare(args.dest, sorted(args.patches.glob("*.patch")) if args.patches else [])
+            prepare(args.dest, patches_in(args.patches) if args.patches else [])
     except (SourceError, OSError, tarfile.TarError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

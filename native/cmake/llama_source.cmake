@@ -11,4 +11,5 @@ if (source_failed)
     message(FATAL_ERROR "the llama.cpp source could not be prepared; the line above says why")
 endif()
 file(GLOB patch_files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/patches/*.patch)
-set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${patch_files} ${CMAKE_CURRENT_SOURCE_DIR}/llama_source.py)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
+    ${patch_files} ${CMAKE_CURRENT_SOURCE_DIR}/llama_source.py ${CMAKE_CURRENT_SOURCE_DIR}/../pyproject.toml)

@@ -54,10 +54,18 @@ def test_every_feature_of_this_build_can_be_checked() -> None:
     library.check_cpu(features, Path("/proc/cpuinfo").read_text())
 
 
+def needed_version() -> str:
+    """The binding that this package asks pip for."""
+    requirements = importlib.metadata.requires("llama-expert-pack") or []
+    (version,) = (line.split("==")[1] for line in requirements if line.startswith("llama-cpp-python=="))
+    return version
+
+
 def test_another_version_of_the_binding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.3.2")
     text = only_line(library.load)
-    assert text == "llama-cpp-python 0.3.36 is needed, 0.3.2 is installed: pip install llama-cpp-python==0.3.36"
+    needed = needed_version()
+    assert text == f"llama-cpp-python {needed} is needed, 0.3.2 is installed: pip install llama-cpp-python=={needed}"
 
 
 def test_no_binding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +73,7 @@ def test_no_binding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert "none is installed: pip install llama-cpp-python==0.3.36" in only_line(library.load)
+    assert f"none is installed: pip install llama-cpp-python=={needed_version()}" in only_line(library.load)
 
 
 def test_a_package_without_its_native_part(monkeypatch: pytest.MonkeyPatch) -> None:

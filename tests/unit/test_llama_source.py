@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import io
 import os
 import sys
 import tarfile
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -33,16 +33,21 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    cache = tmp_path / "cache" / "llama-expert-pack"
-    cache.mkdir(parents=True)
-    with tarfile.open(cache / module.ARCHIVE, "w:gz") as tar:
-        for name, data in {**FILES, ".git": b"gitdir: elsewhere"}.items():
-            info = tarfile.TarInfo(module.VENDORED + name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "llama-expert-pack").mkdir(parents=True)
+    pin_archive(module, {**FILES, ".git": b"gitdir: elsewhere"}, monkeypatch)
+    return module
+
+
+def pin_archive(module: ModuleType, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts an archive with these files into the cache and pins it."""
+    archive = Path(os.environ["XDG_CACHE_HOME"]) / "llama-expert-pack" / module.archive_name(module.VERSION)
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(f"llama_cpp_python-{module.VERSION}/vendor/llama.cpp/{name}")
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "SHA256", hashlib.sha256((cache / module.ARCHIVE).read_bytes()).hexdigest())
-    return module
+    monkeypatch.setattr(module, "SHA256", module.digest(archive))
 
 
 def write_patch(folder: Path, text: str = PATCH) -> list[Path]:
@@ -75,6 +80,18 @@ def test_only_files_that_change_are_written_again(source: ModuleType, tmp_path: 
     os.utime(tree / "a.c", (2, 2))
     source.prepare(tree, write_patch(tmp_path))
     assert (tree / "a.c").stat().st_mtime == 2
+
+
+def test_nothing_of_another_version_stays(source: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was built from it is older than every file, however old those are in the archive."""
+    tree = tmp_path / "tree"
+    source.prepare(tree, write_patch(tmp_path))
+    built = time.time()
+    pin_archive(source, {"a.c": FILES["a.c"], "c.c": b"y\n"}, monkeypatch)
+    source.prepare(tree, write_patch(tmp_path))
+    assert {path.name for path in tree.iterdir()} == {"a.c", "c.c", ".expert-pack-source"}
+    assert b"TWO" in (tree / "a.c").read_bytes()
+    assert min(path.stat().st_mtime for path in tree.iterdir()) >= built
 
 
 def test_a_patch_that_does_not_apply_names_file_and_hunk(source: ModuleType, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ A fetch gets the published slots, in order, if enough of them can go; else free 
 victims. Published are free slots, then what the policy ranks first: a choice for the fetch after this one, which need
 not wait for it. Policies that can't rank publish nothing and are asked at every fetch.
 
-Native takes published slots by itself (``take_next_slots`` in native/src/expert_acquire.cpp) and asks for the others.
+Native takes published slots by itself (``take_next_slots`` in native/src) and asks for the others.
 """
 
 from __future__ import annotations

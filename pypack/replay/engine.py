@@ -34,7 +34,9 @@ def replay(acquires: Acquires, pools: Sequence[Pool], policy: Policy) -> Counts:
     """Raises :class:`ExpertPackError` if there is not enough memory."""
     trace = acquires.trace
     try:
-        return _Run(acquires, pools, policy).counts
+        run = _Run(acquires, pools, policy)
+        run.all()
+        return run.counts
     except MemoryError:
         raise ExpertPackError(
             f"{trace.path}: there is not enough memory to replay {trace.n_keys} experts in {len(pools)} pools: free some"
@@ -53,9 +55,8 @@ class _Run:
             self._belady.next_use = np.zeros(acquires.trace.n_keys, np.int64)
         self._cache.load(pools, policy)
         self.counts = self._cache.counts
-        self._all()
 
-    def _all(self) -> None:
+    def all(self) -> None:
         n_events, i, n_together = len(self._start) - 1, 0, 1
         while i < n_events:
             end = self._first_miss(i, min(i + n_together, n_events))

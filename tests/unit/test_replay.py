@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import combinations
@@ -188,19 +187,6 @@ def test_what_the_replay_writes_and_prints(tmp_path: Path) -> None:
         assert done.exit_code == 1 and "it holds something else than" in done.stderr
         assert path.read_bytes() == b"LXPTRACE"
         path.write_bytes(before)
-
-
-def test_the_command_needs_nothing_but_the_package(tmp_path: Path) -> None:
-    """As users have it: without bench, lab and tests."""
-    arguments = ["replay", str(STORED / "k3.trace.xz"), "--budgets", "14%,25%"]
-    code = (
-        "import sys; sys.modules.update(bench=None, lab=None, tests=None)\n"
-        f"from llama_expert_pack.pypack.command.cli import main; main({arguments})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "gives the run's counters" in done.stdout
-    assert "\n### All\n" in done.stdout and "| by-budget | " in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from ..pypack.drive.reader import Verify
 from ..pypack.errors import DecodeError, UsageError
-from ..pypack.policy.registry import DEFAULT_POLICY
+from ..pypack.policy import DEFAULT_POLICY
 from ..pypack.stats.counters import ExpertStats
 from ..pypack.stats.stats_file import StatsWriter
 from ..pypack.values.checks import check_path
@@ -107,7 +107,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         expert_stage_slots: experts that are read at the same time at most; 1 to 1024.
         expert_verify: check experts' checksums at the "first" read, at "every" read, or "off".
         expert_policy: which experts leave the cache, one of ``pypack.POLICIES``; docs/POLICY.md compares them.
-        expert_trace: file that gets every lookup of experts, for ``python -m bench.replay`` and ``expert-pack heat``.
+        expert_trace: file that gets every lookup of experts, for ``expert-pack replay`` and ``expert-pack heat``.
         expert_stats_path: file that gets the counters as JSON, every expert_stats_interval seconds and at close.
         **llama_kwargs: as for ``llama_cpp.Llama``; unlike there, unknown ones are refused.
 

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from ..pypack.drive.reader import READ_SPLITS_MAX, STAGE_SLOTS_MAX, Reader, check_verify
 from ..pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
 from ..pypack.placement.budget import cache_budget, plan_pools
-from ..pypack.placement.cache import N_NEXT, ExpertCache
-from ..pypack.policy.registry import make_policy
+from ..pypack.placement.cache import ExpertCache
+from ..pypack.placement.slots import N_NEXT
+from ..pypack.policy import make_policy
 from ..pypack.stats.counters import Counter, Counters, ExpertStats
 from ..pypack.system.host_memory import host_memory_free
 from ..pypack.trace.format import encode_header

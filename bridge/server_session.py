@@ -14,7 +14,7 @@ from typing import Any
 from ..pypack.errors import ExpertPackError, UsageError
 from ..pypack.format.layout import payload_bytes
 from ..pypack.format.pack import Pack
-from ..pypack.policy.registry import DEFAULT_POLICY
+from ..pypack.policy import DEFAULT_POLICY
 from ..pypack.printable import printable
 from ..pypack.stats.counters import ExpertStats
 from ..pypack.stats.stats_file import StatsWriter

@@ -35,7 +35,7 @@ from .pypack.format.manifest import Manifest
 from .pypack.format.pack import Pack, open_pack
 from .pypack.placement.budget import plan_pools
 from .pypack.placement.cache import ExpertCache
-from .pypack.policy.registry import POLICIES
+from .pypack.policy import POLICIES
 from .pypack.source.match import check_source, find_pack
 from .pypack.stats.counters import ExpertStats
 from .pypack.trace.trace import Trace, read_trace

@@ -21,6 +21,7 @@ from ..values.checks import check_path
 from .heat import draw_heat
 from .inspect import describe, format_table, to_json
 from .progress import for_stderr
+from .replay import DEFAULT_BUDGETS, Recorded, compare_policies
 
 _GIB = 1 << 30
 
@@ -157,6 +158,20 @@ def heat_command(trace: Path, out: Path | None, ranked: bool, allow_cut: bool) -
     path = out or trace.with_suffix(".svg")
     draw_heat(found, path, ranked=ranked)
     click.echo(printable(f"wrote {path}"))
+
+
+@cli.command("replay")
+@click.argument("traces", nargs=-1, required=True, type=_PATH)
+@click.option("--policy", "policies", multiple=True, help="Only this policy; may be repeated. Default: all.")
+@click.option("--budgets", default=DEFAULT_BUDGETS, show_default=True, help="Sizes, or shares of all experts.")
+@click.option("--out", type=_PATH, help="A folder for results.jsonl and one SVG a trace.")
+@click.option("--allow-cut", is_flag=True, help="Take what is there of traces that were not ended.")
+def replay_command(
+    traces: tuple[Path, ...], policies: tuple[str, ...], budgets: str, out: Path | None, allow_cut: bool
+) -> None:
+    """Compare cache policies, and the best that was possible, on the runs recorded in TRACES at a range of budgets."""
+    recorded = (Recorded(path.name.split(".")[0], "given", read_trace(path, allow_cut=allow_cut)) for path in traces)
+    compare_policies(recorded, policies, budgets, out)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ..errors import UsageError
 from ..printable import printable
 from ..system.output_file import refuse_same_file, write_output
+from ..system.plotting import pyplot
 from ..trace.trace import Trace
 
 __all__ = ["draw_heat", "is_picture", "use_counts"]
@@ -34,19 +35,13 @@ def draw_heat(trace: Trace, path: Path, *, ranked: bool = False) -> None:
     if path.suffix not in (".png", ".svg"):
         raise UsageError(f"{path}: a heat map is a .png or .svg file")
     refuse_same_file({"the heat map": path}, {"the trace": trace.path})
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UsageError("matplotlib draws the heat map and is not installed: pip install matplotlib") from error
-    matplotlib.use("agg" if path.suffix == ".png" else "svg")
-    from matplotlib import pyplot
-
+    plot = pyplot("agg" if path.suffix == ".png" else "svg", "the heat map")
     counts = use_counts(trace)
     if ranked:
         counts = -np.sort(-counts, axis=1)  # NaN stays last
     n_steps = int(trace.step.max()) + 1 if len(trace.step) else 0
     height = min(12.0, 2.0 + 0.16 * len(counts))
-    figure, axes = pyplot.subplots(figsize=(11, height), layout="constrained")
+    figure, axes = plot.subplots(figsize=(11, height), layout="constrained")
     image = axes.imshow(100 * counts / max(1, n_steps), aspect="auto", interpolation="nearest", cmap="magma", vmin=0)
     figure.colorbar(image, label="% of the batches that used the expert")
     axes.set_xlabel("expert, most used first" if ranked else "expert")
@@ -55,7 +50,7 @@ def draw_heat(trace: Trace, path: Path, *, ranked: bool = False) -> None:
     axes.set_title(title, fontsize=10, parse_math=False)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format=path.suffix[1:])
-    pyplot.close(figure)
+    plot.close(figure)
     try:
         write_output(path, picture.getvalue(), is_picture, "a picture")
     except OSError as error:

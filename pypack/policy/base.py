@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from .pool import Pool
 
-__all__ = ["AgedFrequency", "Ints", "Keys", "Policy", "PoolPolicy", "smallest"]
+__all__ = ["Ints", "Keys", "Policy", "PoolPolicy", "smallest"]
 
 Keys = NDArray[np.intp]
 Ints = NDArray[np.int64]
@@ -58,26 +58,6 @@ class PoolPolicy(Policy):
         """Nothing has come in yet."""
 
 
-class AgedFrequency:
-    """Acquires that asked for each key, halved every ``period`` acquires."""
-
-    def __init__(self, n_keys: int, period: int) -> None:
-        self.period = max(1, period)
-        self._due = self.period
-        self._base = np.zeros(n_keys)
-        self._seen = np.zeros(n_keys, np.int64)
-
-    def of(self, keys: Keys, freq: Ints, now: int) -> NDArray[np.float64]:
-        """[len(keys)]"""
-        if now >= self._due:
-            n_halvings = (now - self._due) // self.period + 1
-            self._base = (self._base + (freq - self._seen)) * 0.5**n_halvings
-            self._seen = freq.copy()
-            self._due += n_halvings * self.period
-        aged: NDArray[np.float64] = self._base.take(keys) + (freq.take(keys) - self._seen.take(keys))
-        return aged
-
-
 def smallest(n: int, first: NDArray[Any], second: NDArray[Any]) -> Keys:
     """Indices of the n smallest by (first, second, index), in this order, without sorting everything."""
     if n <= 0:
@@ -85,6 +65,6 @@ def smallest(n: int, first: NDArray[Any], second: NDArray[Any]) -> Keys:
     if n >= len(first):
         return np.lexsort((second, first))
     limit = np.partition(first, n - 1)[n - 1]
-    chosen = np.flatnonzero(first <= limit)
+    (chosen,) = (first <= limit).nonzero()
     order: Keys = chosen[np.lexsort((second[chosen], first[chosen]))[:n]]
     return order

@@ -13,6 +13,7 @@ import pytest
 from lab.stock import ROOT
 
 SAMPLE = ROOT / "bench" / "data" / "sample-moe.gguf"
+TRACE = ROOT / "bench" / "data" / "traces" / "k3.trace.xz"
 GENERATES = """
 import sys
 from llama_expert_pack import Llama, convert, open_pack
@@ -58,11 +59,12 @@ def environment(wheel: Path, tmp_path: Path) -> Path:
 def elsewhere(tmp_path: Path) -> Path:
     """A folder of somebody else's, with our folders' names in it."""
     folder = tmp_path / "somebody"
-    for name in ("bridge", "pypack", "native", "lab"):
+    for name in ("bridge", "pypack", "native", "lab", "bench"):
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text(f"raise SystemExit('{name} of somebody else was imported')\n")
     (folder / "bridge.py").write_text("raise SystemExit('bridge.py of somebody else was imported')\n")
     (folder / "model.gguf").symlink_to(SAMPLE)
+    (folder / "run.trace.xz").symlink_to(TRACE)
     return folder
 
 
@@ -89,7 +91,12 @@ def test_one_name_is_installed(wheel: Path) -> None:
 
 def test_it_runs_beside_files_of_the_same_names(environment: Path, elsewhere: Path) -> None:
     assert run(environment, elsewhere, GENERATES) == "4 True\n"
-    for command in ("expert-pack verify model.gguf.expert-pack", "expert-pack --help", "llama-server --version"):
+    for command in (
+        "expert-pack verify model.gguf.expert-pack",
+        "expert-pack replay run.trace.xz --budgets 25%",
+        "expert-pack --help",
+        "llama-server --version",
+    ):
         name, *arguments = command.replace("model.gguf.", "model.").split()
         subprocess.run([environment / "bin" / name, *arguments], cwd=elsewhere, check=True, capture_output=True)
 

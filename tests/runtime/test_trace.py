@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.replaying.cache import replay_as_recorded
 from lab.logits import minimum_budget
 from llama_expert_pack.bridge.outputs import TraceFile, path_of_child
 from llama_expert_pack.pypack.errors import DecodeError, TraceError, UsageError
 from llama_expert_pack.pypack.format.pack import manifest_path, open_pack
-from llama_expert_pack.pypack.policy.registry import POLICIES
+from llama_expert_pack.pypack.policy import POLICIES
+from llama_expert_pack.pypack.replay.as_recorded import replay_as_recorded
 from llama_expert_pack.pypack.source.match import find_pack
 from llama_expert_pack.pypack.trace.format import Kind
 from llama_expert_pack.pypack.trace.trace import read_trace

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.replaying.cache import replay_as_recorded
 from llama_expert_pack.pypack.convert.convert import convert
-from llama_expert_pack.pypack.policy.registry import POLICIES
+from llama_expert_pack.pypack.policy import POLICIES
+from llama_expert_pack.pypack.replay.as_recorded import replay_as_recorded
 from llama_expert_pack.pypack.trace.trace import read_trace
 from tests.runtime.test_bytes import expert_ranges
 from tests.server.faults import waiting_file

@@ -13,9 +13,10 @@ from llama_expert_pack.pypack.errors import BudgetError
 from llama_expert_pack.pypack.format.layout import Layer
 from llama_expert_pack.pypack.placement.budget import plan_pools
 from llama_expert_pack.pypack.placement.cache import ExpertCache
-from llama_expert_pack.pypack.policy.registry import DEFAULT_POLICY, make_policy
-from llama_expert_pack.pypack.policy.scores import Lru
+from llama_expert_pack.pypack.policy import DEFAULT_POLICY, make_policy
+from llama_expert_pack.pypack.policy.lru import Lru
 from llama_expert_pack.pypack.stats.counters import Counter, Counters
+from tests.books import wrong_books
 from tests.unit.fake_pack import make_layers
 
 
@@ -29,28 +30,7 @@ def acquire(cache: ExpertCache, counters: Counters, layer: Layer, experts: list[
 
 
 def publish(cache: ExpertCache, slot: int) -> None:
-    cache.slot_of[cache.key_of(slot)] = slot
-
-
-def take_next(cache: ExpertCache, layer: Layer, missing: list[int], active: list[int]) -> list[int] | None:
-    """What native does first; None: it must fetch."""
-    in_use = {int(cache.place[layer.first_key + expert]) for expert in active}
-    chosen: list[int] = []
-    for slot in cache.next_slots[cache.layer_pool[layer.index]].tolist():
-        if slot < 0 or len(chosen) == len(missing):
-            break
-        key = int(cache.owner[slot])
-        if key < 0 or (cache.slot_of[key] == slot and slot not in in_use):
-            chosen.append(slot)
-    if len(chosen) < len(missing):
-        return None
-    for slot, expert in zip(chosen, missing, strict=True):
-        if cache.owner[slot] >= 0:
-            cache.slot_of[cache.owner[slot]] = cache.place[cache.owner[slot]] = -1
-            cache._counters.add(Counter.EVICTIONS)
-        cache.owner[slot] = layer.first_key + expert
-        cache.place[layer.first_key + expert] = slot
-    return chosen
+    cache.slot_of[cache.owner[slot]] = slot
 
 
 def small_cache(n_slots: int = 4, n_expert: int = 8) -> tuple[ExpertCache, Counters, Layer]:
@@ -93,13 +73,10 @@ class CacheMachine(RuleBasedStateMachine):
         kept = {described.first_key + expert for expert in experts}
         n_free = sum(slot not in slots_before for slot in pool)
         n_evictable = sum(slot in pool and key not in kept for slot, key in self.resident.items())
+        published = self.cache.next_slots[self.cache.layer_pool[layer]].tolist()
+        can_go = [s for s in published if s >= 0 and s not in self.loading and self.resident.get(s) not in kept]
         tables = [t.copy() for t in (self.cache.slot_of, self.cache.place, self.cache.owner)]
 
-        slots = take_next(self.cache, described, missing, experts)
-        if slots is not None:
-            self.n_evicted += sum(slot in self.resident for slot in slots)
-            self.book(layer, missing, slots, kept)
-            return
         if len(missing) > n_free + n_evictable:
             with pytest.raises(BudgetError):
                 self.cache.fetch(layer, missing, experts)
@@ -110,7 +87,10 @@ class CacheMachine(RuleBasedStateMachine):
         slots = self.cache.fetch(layer, missing, experts)
         assert len(set(slots)) == len(slots) == len(missing)
         victims = [slot for slot in slots if slot in self.resident]
-        assert len(victims) == max(0, len(missing) - n_free), "free slots go first"
+        if len(can_go) >= len(missing):
+            assert slots == can_go[: len(missing)], "the published ones, in order"
+        else:
+            assert len(victims) == max(0, len(missing) - n_free), "free slots go first"
         self.n_evicted += len(victims)
         self.book(layer, missing, slots, kept)
 
@@ -148,7 +128,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def tables_agree_with_the_model(self) -> None:
-        assert self.cache.check() == []
+        assert wrong_books(self.cache) == []
         assert {int(s): int(k) for k, s in enumerate(self.cache.slot_of) if s >= 0} == self.resident
         assert {int(s): int(k) for k, s in enumerate(self.cache.place) if s >= 0} == self.resident | self.loading
         assert {s: int(k) for s, k in enumerate(self.cache.owner.tolist()) if k >= 0} == self.resident | self.loading
@@ -187,6 +167,7 @@ def test_the_policy_chooses_and_active_experts_stay() -> None:
     for experts in ([0], [1], [2], [3]):
         for slot in cache.fetch(0, acquire(cache, counters, layer, experts), experts):
             publish(cache, slot)
+        cache.prepare(0, experts)
     assert acquire(cache, counters, layer, [0, 4]) == [4]
     slot_of_1 = int(cache.slot_of[1])
     assert cache.fetch(0, [4], [0, 4]) == [slot_of_1]
@@ -214,7 +195,7 @@ def test_wrong_experts_are_refused_and_change_nothing(missing: list[int], active
     cache, _, _ = small_cache()
     with pytest.raises(ValueError, match="layer 0"):
         cache.fetch(0, missing, active)
-    assert (cache.place == -1).all() and cache.check() == []
+    assert (cache.place == -1).all() and wrong_books(cache) == []
 
 
 def test_arrays_are_as_good_as_lists_and_nothing_is_nothing() -> None:
@@ -244,13 +225,15 @@ def test_the_next_slots_are_free_ones_then_the_policys_victims_in_its_order() ->
     for expert in (0, 1, 2):
         (slot,) = cache.fetch(0, acquire(cache, counters, layer, [expert]), [expert])
         publish(cache, slot)
+        cache.prepare(0, [expert])
     acquire(cache, counters, layer, [0])
     cache.prepare(0, [2])
     assert cache.next_slots[0, :6].tolist() == [3, 4, 1, 2, 0, -1], "free, then by last use: 1, 2, 0"
-    assert take_next(cache, layer, [5, 6, 7], [5, 6, 7, 1]) == [3, 4, 2], "1 is in use"
-    assert take_next(cache, layer, [3, 4], [3, 4, 1]) is None, "only 0 can go"
+    assert cache.fetch(0, [5, 6, 7], [5, 6, 7, 1]) == [3, 4, 2], "1 is in use"
+    with pytest.raises(BudgetError, match="2 more slots are needed, but only 1 of 5 can be given up"):
+        cache.fetch(0, [3, 4], [3, 4, 1])
     assert cache.fetch(0, [3], [3, 1]) == [0]
-    assert cache.check() == []
+    assert wrong_books(cache) == []
 
 
 def test_a_policy_that_does_not_rank_is_always_asked() -> None:
@@ -282,10 +265,11 @@ def test_check_finds_damage(damage: Callable[[ExpertCache], None]) -> None:
     cache, _, _ = small_cache()
     for slot in cache.fetch(0, [0], [0]):
         publish(cache, slot)
+    cache.prepare(0, [0])
     cache.fetch(0, [1], [1])
-    assert cache.check() == []
+    assert wrong_books(cache) == []
     damage(cache)
-    assert cache.check() != []
+    assert wrong_books(cache) != []
 
 
 def test_reads_that_end_in_other_threads() -> None:
@@ -304,10 +288,11 @@ def test_reads_that_end_in_other_threads() -> None:
         experts = [int(e) for e in rng.choice(40, 3, replace=False) if int(e) not in in_flight]
         missing = [e for e in acquire(cache, counters, layer, experts) if cache.place[e] < 0]
         slots = cache.fetch(0, missing, missing)
+        cache.prepare(0, missing)
         thread = threading.Thread(target=end, args=(slots, step % 5 == 0))
         thread.start()
         threads.append(thread)
     for thread in threads:
         thread.join()
-    assert cache.check() == []
+    assert wrong_books(cache) == []
     assert (cache.place == cache.slot_of).all()

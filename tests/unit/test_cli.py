@@ -14,11 +14,12 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from bench.replay import STORED
 from llama_expert_pack import __version__
 from llama_expert_pack.pypack.command.cli import cli
 from llama_expert_pack.pypack.convert.convert import convert
 from tests.gguf_bytes import GGUF, T, facts, moe_tensors, split, tiny_moe
+
+STORED = Path(__file__).parents[2] / "bench" / "data" / "traces"
 
 
 def run(*args: object) -> Result:
@@ -47,7 +48,7 @@ def test_every_command_and_option_has_help(name: str, command: click.Command) ->
 
 
 def test_the_commands() -> None:
-    assert set(cli.commands) == {"convert", "verify", "inspect", "heat"}
+    assert set(cli.commands) == {"convert", "verify", "inspect", "heat", "replay"}
 
 
 @pytest.mark.parametrize("args", [["--help"], ["-h"], ["convert", "--help"], ["verify", "-h"], ["inspect", "-h"]])
@@ -129,7 +130,7 @@ def test_paths_that_no_file_can_have(path: str) -> None:
                 assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
                 assert "it must be the path of a file, not" in result.stderr
                 n_paths += 1
-    assert n_paths == 7
+    assert n_paths == 9
 
 
 @pytest.mark.parametrize("path", [".", "..", "/"])

@@ -11,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_expert_pack.pypack.errors import UsageError
-from llama_expert_pack.pypack.policy.registry import DEFAULT_POLICY, POLICIES, Policy, make_policy
-from llama_expert_pack.pypack.policy.scores import FreqAge, FreqThenRecency, Lru
+from llama_expert_pack.pypack.policy import DEFAULT_POLICY, POLICIES, make_policy
+from llama_expert_pack.pypack.policy.base import Policy
+from llama_expert_pack.pypack.policy.freq_age import FreqAge
+from llama_expert_pack.pypack.policy.freq_recency import FreqThenRecency
+from llama_expert_pack.pypack.policy.lru import Lru
+from llama_expert_pack.pypack.replay.policies import REPLAY_POLICIES
 
 Score = Callable[[int, int, int], tuple[Any, Any]]
 
@@ -58,3 +62,10 @@ def test_names() -> None:
     assert DEFAULT_POLICY in POLICIES
     with pytest.raises(UsageError, match=r"'fifo'.*freq-age, freq-recency, lru"):
         make_policy("fifo")
+
+
+@pytest.mark.parametrize("name", ["arc", "slru", "static-hot"])
+def test_what_was_never_the_best_is_for_replays_only(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"'{name}': choose one of aged-lfu, by-budget, freq-age"):
+        make_policy(name)
+    assert type(make_policy(name, REPLAY_POLICIES)) is REPLAY_POLICIES[name]

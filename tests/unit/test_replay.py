@@ -1,27 +1,38 @@
-"""The replay: compiled against Python, and the best possible against brute force."""
+"""The replay: what is published, several hits at once against one by one, and the best possible against brute force."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.replay import STORED, check_live, main, ranking, replay_all
-from bench.replaying.belady import Belady, BeladyBypass
-from bench.replaying.cache import replay, replay_as_recorded
-from bench.replaying.native import has_twin, replay_compiled
+from llama_expert_pack.pypack.command.cli import cli
+from llama_expert_pack.pypack.errors import ExpertPackError
 from llama_expert_pack.pypack.format.layout import Layer
-from llama_expert_pack.pypack.policy.base import Policy
-from llama_expert_pack.pypack.policy.registry import POLICIES
-from llama_expert_pack.pypack.policy.scores import StaticHot, aging_period
+from llama_expert_pack.pypack.policy import aged_frequency
+from llama_expert_pack.pypack.policy.aged_frequency import half_life
+from llama_expert_pack.pypack.replay.as_recorded import check_live, replay_as_recorded
+from llama_expert_pack.pypack.replay.engine import Acquires, replay
+from llama_expert_pack.pypack.replay.policies import REPLAY_POLICIES, WITH_BOUNDS
+from llama_expert_pack.pypack.replay.processes import map_in_processes
+from llama_expert_pack.pypack.replay.rows import replay_all
+from llama_expert_pack.pypack.replay.static_hot import StaticHot
+from llama_expert_pack.pypack.replay.tables import ranking
 from llama_expert_pack.pypack.trace.format import Kind
 from llama_expert_pack.pypack.trace.trace import Trace, read_trace
+
+ROOT = Path(__file__).parents[2]
+STORED = ROOT / "bench" / "data" / "traces"
+PARENT = os.getpid()
 
 
 def make_trace(sizes: list[tuple[int, int]], acquires: list[tuple[int, list[int]]], top_k: int = 2) -> Trace:
@@ -45,7 +56,7 @@ def make_trace(sizes: list[tuple[int, int]], acquires: list[tuple[int, list[int]
     )
 
 
-def random_trace(seed: int, n: int = 400) -> Trace:
+def random_trace(seed: int, n: int = 400, largest: int = 12) -> Trace:
     """Three layers in two pools, favourites that change half-way, single tokens and batches, some larger than a pool."""
     random = np.random.default_rng(seed)
     sizes = [(12, 4096), (7, 8192), (12, 4096)]
@@ -54,36 +65,39 @@ def random_trace(seed: int, n: int = 400) -> Trace:
         layer = i % 3
         n_expert = sizes[layer][0]
         weight = np.arange(1, n_expert + 1, dtype=float)[:: 1 if i < n // 2 else -1] ** -random.choice([0.5, 1.5])
-        n_used = int(random.integers(1, n_expert + 1)) if random.random() < 0.1 else 2
+        n_used = int(random.integers(1, min(n_expert, largest) + 1)) if random.random() < 0.1 else 2
         acquires.append((layer, random.choice(n_expert, n_used, replace=False, p=weight / weight.sum()).tolist()))
     return make_trace(sizes, acquires)
 
 
-def every_policy(n_keys: int) -> list[Policy]:
-    return [*(made() for made in POLICIES.values()), Belady(n_keys)]
-
-
 @settings(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 10**6), share=st.floats(0.2, 1.1))
-def test_compiled_and_python_policies_count_the_same(seed: int, share: float) -> None:
+@given(seed=st.integers(0, 10**6), share=st.floats(0.6, 1.1))
+def test_several_hits_at_once_count_as_one_by_one(seed: int, share: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StaticHot, "WARM_TOKENS", 20)
-        patch.setattr("llama_expert_pack.pypack.policy.scores.aging_period", lambda pool: 30)
-        patch.setattr("llama_expert_pack.pypack.policy.admission.aging_period", lambda pool: 30)
-        trace = random_trace(seed)
+        patch.setattr(aged_frequency, "HALF_LIFE_TOKENS", 10)
+        trace = random_trace(seed, largest=4)  # a run records the passes of those larger than a pool
         pools = trace.pools(int(trace.payload_bytes * share) + 4 * 8192)
-        for policy in every_policy(trace.n_keys):
-            assert has_twin(trace, pools, policy)
-            assert replay_compiled(trace, pools, policy) == replay(trace, pools, policy), type(policy).__name__
+        for name, policy in REPLAY_POLICIES.items():
+            counts = replay(Acquires(trace), pools, policy())
+            recorded = replay_as_recorded(trace, policy(), pools)
+            assert replace(counts, decode_hits=0, decode_misses=0) == recorded, name
 
 
 def test_the_policies_differ() -> None:
-    """Or the test above would compare one with itself."""
     trace = random_trace(1, 3000)
     pools = trace.pools(trace.payload_bytes // 2)
-    hits = {type(p).__name__: replay_compiled(trace, pools, p).hits for p in every_policy(trace.n_keys)}
+    hits = {name: replay(Acquires(trace), pools, policy()).hits for name, policy in WITH_BOUNDS.items()}
     assert len(set(hits.values())) == len(hits)
-    assert max(hits, key=lambda name: hits[name]) == "Belady"
+    assert sorted(hits, key=lambda name: hits[name])[-2:] == ["belady", "belady-bypass"]
+
+
+def test_more_experts_than_slots_come_in_passes() -> None:
+    """Beside the one that is there, then in twos; the last pass takes the slot that was published first."""
+    trace = make_trace([(5, 4096)], [(0, experts) for experts in ([0], [0, 1, 2, 3, 4], [2], [3])])
+    counts = replay(Acquires(trace), trace.pools(2 * 4096), REPLAY_POLICIES["lru"]())
+    assert (counts.hits, counts.misses, counts.evictions) == (2, 6, 4)
+    assert (counts.decode_hits, counts.decode_misses) == (1, 2)
 
 
 def test_a_read_may_fail_before_its_fetch_is_recorded() -> None:
@@ -94,7 +108,7 @@ def test_a_read_may_fail_before_its_fetch_is_recorded() -> None:
     for order in ([0, 1, 2, 3, 4, 5], [0, 2, 1, 3, 4, 5]):
         trace = make_trace([(5, 4096)], [(0, experts[i]) for i in order])
         trace = replace(trace, kind=np.array([kinds[i] for i in order], np.uint8))
-        found.append(replay_as_recorded(trace, POLICIES["lru"](), trace.pools(2 * 4096)))
+        found.append(replay_as_recorded(trace, REPLAY_POLICIES["lru"](), trace.pools(2 * 4096)))
     assert found[0] == found[1]
     assert (found[0].hits, found[0].misses, found[0].evictions) == (0, 6, 2)
 
@@ -106,7 +120,7 @@ def test_stored_traces_give_the_counters_of_their_runs(path: Path) -> None:
 
 def test_aging_counts_in_tokens() -> None:
     trace = random_trace(1)
-    assert [aging_period(pool) for pool in trace.pools(trace.payload_bytes)] == [512, 256]
+    assert [half_life(pool) for pool in trace.pools(trace.payload_bytes)] == [512, 256]
 
 
 @settings(deadline=None, max_examples=60)
@@ -117,8 +131,8 @@ def test_aging_counts_in_tokens() -> None:
 def test_nothing_beats_belady(acquires: list[list[int]], n_slots: int) -> None:
     trace = make_trace([(5, 4096)], [(0, experts) for experts in acquires])
     pools = trace.pools(n_slots * 4096)
-    forced = replay(trace, pools, Belady(trace.n_keys))
-    free = replay_compiled(trace, pools, BeladyBypass(trace.n_keys))
+    forced = replay(Acquires(trace), pools, WITH_BOUNDS["belady"]())
+    free = replay(Acquires(trace), pools, WITH_BOUNDS["belady-bypass"]())
     assert forced.hits == brute_force(acquires, n_slots, bypass=False)
     assert free.hits == brute_force(acquires, n_slots, bypass=True)
 
@@ -142,23 +156,65 @@ def brute_force(acquires: list[list[int]], n_slots: int, *, bypass: bool) -> int
     return max(best.values())
 
 
+def test_the_published_table_is_what_a_replay_counts() -> None:
+    """Every policy on k3 at a small size, against docs/POLICY.md."""
+    published = (ROOT / "docs" / "POLICY.md").read_text().split("\n### k3\n")[1].split("\n### ")[0]
+    lines = [line.strip("| ").split(" | ") for line in published.splitlines() if line.startswith("| ")]
+    column = lines[0].index("4%")
+    printed = {line[0]: line[column].strip("*") for line in lines[2:]}
+    rows = replay_all(read_trace(STORED / "k3.trace.xz"), "k3", "", sorted(WITH_BOUNDS), ["4%"])
+    assert {row["policy"]: f"{row['hit_rate']:.3f}" for row in rows} == printed
+
+
+def run_replay(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["replay", *map(str, arguments)])
+
+
 def test_what_the_replay_writes_and_prints(tmp_path: Path) -> None:
     """Names of traces are shown as text; a trace in the folder is never written over."""
     trace = tmp_path / "\x1b[2J.trace.xz"
-    trace.write_bytes((STORED / "sample.trace.xz").read_bytes())
-    arguments = [str(trace), "--policy", "lru", "--budgets", "25%", "--out", str(tmp_path / "out")]
+    trace.write_bytes((STORED / "k3.trace.xz").read_bytes())
+    arguments = [trace, "--policy", "lru", "--budgets", "25%", "--out", tmp_path / "out"]
     for _ in range(2):  # over its own results
-        done = CliRunner().invoke(main, arguments)
+        done = run_replay(*arguments)
         assert done.exit_code == 0, done.output
         assert "### \\x1b[2J\n" in done.output and "\x1b" not in done.output
     for name in ("results.jsonl", "\x1b[2J.svg"):
         path = tmp_path / "out" / name
         before = path.read_bytes()
         path.write_bytes(b"LXPTRACE")
-        done = CliRunner().invoke(main, arguments)
-        assert done.exit_code == 1 and "it holds something else than" in done.output
+        done = run_replay(*arguments)
+        assert done.exit_code == 1 and "it holds something else than" in done.stderr
         assert path.read_bytes() == b"LXPTRACE"
         path.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["no.trace"], "error: no.trace: "),
+        ([STORED / "k3.trace.xz", "--policy", "fifo"], "error: there is no cache policy 'fifo': choose one of aged-lfu, arc,"),
+        ([STORED / "k3.trace.xz", "--budgets", "much"], "error: the size must be a size, such as"),
+        ([STORED / "k3.trace.xz", "--out", "/dev/null/x"], "error: /dev/null/x: "),
+    ],
+    ids=lambda value: str(value[-1]) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_errors_are_one_sentence(arguments: list[object], sentence: str) -> None:
+    done = run_replay(*arguments)
+    assert done.exit_code == 1 and done.stdout == ""
+    assert done.stderr.startswith(sentence) and done.stderr.count("\n") == 1
+
+
+def test_the_charts_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = run_replay(STORED / "k3.trace.xz", "--policy", "lru", "--budgets", "25%", "--out", tmp_path)
+    assert done.stderr == "error: matplotlib draws the charts and is not installed: pip install matplotlib\n"
+
+
+def test_processes_count_the_same_and_one_that_dies_is_noticed() -> None:
+    assert map_in_processes(lambda n: (n, os.getpid() == PARENT), range(3), 2) == [(n, False) for n in range(3)]
+    with pytest.raises(ExpertPackError, match="a process of the replay was killed: free memory"):
+        map_in_processes(lambda _: os.kill(os.getpid(), signal.SIGKILL), range(3), 2)
 
 
 def test_a_trace_without_acquires(tmp_path: Path) -> None:
@@ -185,6 +241,6 @@ def test_a_new_session_starts_with_an_empty_cache() -> None:
         kind=np.array([kind for kind, _, _ in events], np.uint8),
         number=np.array([number for _, number, _ in events], np.int64),
     )
-    for policy in POLICIES.values():
+    for policy in REPLAY_POLICIES.values():
         counts = replay_as_recorded(trace, policy())
         assert (counts.acquires, counts.hits, counts.misses, counts.evictions) == (5, 1, 4, 2)

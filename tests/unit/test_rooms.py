@@ -22,8 +22,9 @@ KNOWS = {
     "policy": "values",
     "placement": "values format stats policy",
     "trace": "values system format policy placement",
+    "replay": "values system format stats policy placement trace",
     "convert": "values system gguf format source drive",
-    "command": "values system gguf format source drive stats policy placement trace convert",
+    "command": "values system gguf format source drive stats policy placement trace replay convert",
 }
 FLOOR = {"errors", "printable", "ggml_types", "_version"}
 PRODUCT = {"llama_expert_pack", "pypack", "bridge"}

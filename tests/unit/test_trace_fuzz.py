@@ -9,12 +9,15 @@ from random import Random
 
 import pytest
 
-from bench.replay import check_live, ranking, replay_all, table
-from bench.replaying.native import replay_compiled
 from llama_expert_pack.pypack.command.heat import use_counts
 from llama_expert_pack.pypack.errors import ExpertPackError
 from llama_expert_pack.pypack.format.layout import Layer
-from llama_expert_pack.pypack.policy.registry import POLICIES, make_policy
+from llama_expert_pack.pypack.policy import make_policy
+from llama_expert_pack.pypack.replay.as_recorded import check_live
+from llama_expert_pack.pypack.replay.engine import Acquires, replay
+from llama_expert_pack.pypack.replay.policies import REPLAY_POLICIES
+from llama_expert_pack.pypack.replay.rows import replay_all
+from llama_expert_pack.pypack.replay.tables import ranking, table
 from llama_expert_pack.pypack.trace.format import Kind, TraceEnd, encode_header
 from llama_expert_pack.pypack.trace.trace import Trace, read_trace
 from tests.trace_tools import encode_end, encode_record
@@ -56,7 +59,7 @@ def made_up(random: Random) -> bytes:
             encode_record(0xFFFF if rarely() else layer.index, kind, random.choice([0, 1, *HUGE]), number, ids)
         )
     records = b"".join(parts)
-    policy = random.choice([*sorted(POLICIES), "", "unknown"])
+    policy = random.choice([*sorted(REPLAY_POLICIES), "", "unknown"])
     end = TraceEnd(n_acquires, 0, n_ids, 0, 0)
     return encode_header(layers, random.choice([1, 2, 0xFFFFFFFF]), policy) + records + encode_end(records, end)
 
@@ -127,8 +130,8 @@ def little_memory() -> Iterator[None]:
 
 def test_a_replay_without_memory_ends_in_a_sentence(little_memory: None) -> None:
     trace = random_trace(1)
-    layers = tuple(Layer(i, i, "exps", 1 << 21, i << 21, 4096, ()) for i in range(3))
+    layers = tuple(Layer(i, i, "exps", 1 << 22, i << 22, 4096, ()) for i in range(3))
     trace = Trace(**{**vars(trace), "layers": layers})
     pools = trace.pools(1 << 30)
-    with pytest.raises(ExpertPackError, match="made: there is not enough memory to replay 6291456 experts in 1 pools"):
-        replay_compiled(trace, pools, make_policy("lru"))
+    with pytest.raises(ExpertPackError, match="made: there is not enough memory to replay 12582912 experts in 1 pools"):
+        replay(Acquires(trace), pools, make_policy("lru"))

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from bench.replay import check_live
 from lab.synth.model import write_model
 from lab.variants import TWO_GROUPS
 from llama_expert_pack.pypack.convert.convert import convert
 from llama_expert_pack.pypack.convert.verify import verify
 from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.replay.as_recorded import check_live
 from llama_expert_pack.pypack.trace.format import Kind
 from llama_expert_pack.pypack.trace.trace import read_trace
 from tests.pack_tools import manifest_of

@@ -1,7 +1,7 @@
 """Records the traces in bench/data/traces, which docs/POLICY.md compares the policies on.
 
-    python -m bench.replaying.record FOLDER                               # all of them
-    python -m bench.replaying.record FOLDER --model MODEL.gguf            # a model of yours, with the same texts
+    python -m bench.traces.record FOLDER                               # all of them
+    python -m bench.traces.record FOLDER --model MODEL.gguf            # a model of yours, with the same texts
 
 `sample` is the trained model in bench/data: what it was asked and what it answered, sampled; `held-out` the same with
 other texts, on which no policy was tuned. The others have random weights and the true number of experts of large models

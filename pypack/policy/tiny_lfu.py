@@ -1,10 +1,7 @@
-"""Policies that let a newcomer stay only if it is worth a slot.
+"""tiny-lfu: a newcomer stays only if it is worth more than who would leave.
 
-TinyLfu    newcomers pass a window (1/32 of the slots, by last use). The one that leaves it meets the least
-           recently used expert of the rest: the one with the lower aged freq is evicted.
-ByBudget   evicts the smallest aged freq / (age + patience). Where the pool holds less than a token uses, an expert
-           would by recency be gone each time before it is used again: a long patience lets frequency decide, and
-           rare experts are the first to go. The more tokens it holds, the shorter the patience, and recency decides.
+Newcomers pass a window (1/32 of the slots), the least recently used one first. The one that leaves it meets the least
+recently used expert of the rest: the one with the lower aged frequency leaves.
 """
 
 from __future__ import annotations
@@ -13,22 +10,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .base import AgedFrequency, Ints, Keys, PoolPolicy, smallest
-from .scores import aging_period
+from .aged_frequency import AgedFrequency, half_life
+from .base import Ints, Keys, PoolPolicy, smallest
 
 if TYPE_CHECKING:
     from .pool import Pool
 
-__all__ = ["ByBudget", "TinyLfu"]
+__all__ = ["TinyLfu"]
 
 
 class TinyLfu(PoolPolicy):
     def _start(self, pool: Pool, n_keys: int) -> None:
-        self._aged = AgedFrequency(n_keys, aging_period(pool))
+        self._aged = AgedFrequency(n_keys, half_life(pool))
         self._in_window = np.zeros(n_keys, np.bool_)
-        self._n_window_max = pool.n_slots // 32
         self._n_settled = 0  # in the cache, in use or not
-        self._n_settled_max = pool.n_slots - self._n_window_max
+        self._n_settled_max = pool.n_slots - pool.n_slots // 32
 
     def coming(self, keys: Keys, freq: Ints, last_use: Ints, now: int) -> None:
         self._in_window[keys] = True
@@ -64,18 +60,3 @@ def _oldest(indices: Keys, used: Ints, n: int) -> list[int]:
     near = indices[smallest(min(n, len(indices)), used[indices], indices)]
     oldest: list[int] = near[np.argsort(used[near], kind="stable")].tolist()
     return oldest
-
-
-class ByBudget(PoolPolicy):
-    is_ranking = True
-    PATIENCE_TOKENS = 32  # divided by the tokens whose experts the pool holds
-    HALF_LIFE_TOKENS = 24  # times those
-
-    def _start(self, pool: Pool, n_keys: int) -> None:
-        holds_tokens = max(1.0, pool.n_slots / max(1, pool.n_per_token))
-        self._offset = max(1, int(self.PATIENCE_TOKENS / holds_tokens * len(pool.layers)))
-        self._aged = AgedFrequency(n_keys, int(self.HALF_LIFE_TOKENS * holds_tokens * len(pool.layers)))
-
-    def victims(self, candidates: Keys, n: int, freq: Ints, last_use: Ints, now: int) -> Keys:
-        used = last_use.take(candidates)
-        return smallest(n, self._aged.of(candidates, freq, now) / (now - used + self._offset), used)

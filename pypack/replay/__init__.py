@@ -1,0 +1,1 @@
+"""Recorded lookups against cache policies: what a cache of any size and policy would have done."""

@@ -1,0 +1,89 @@
+"""The expert cache without its reads: the slots, policies and order of :mod:`..placement.cache`, so that a policy sees
+what it saw in the run, down to ties. What is fetched is there at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..placement.slots import N_NEXT, NONE, PoolSlots, Tables
+from ..policy.base import Keys, Policy
+from ..policy.pool import Pool
+from ..trace.trace import Trace
+
+__all__ = ["Counts", "ReplayCache"]
+
+
+@dataclass
+class Counts:
+    """As in ExpertStats; ``decode_*``: of acquires for one token."""
+
+    acquires: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    decode_hits: int = 0
+    decode_misses: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        wanted = self.hits + self.misses
+        return self.hits / wanted if wanted else 0.0
+
+    @property
+    def decode_hit_rate(self) -> float:
+        wanted = self.decode_hits + self.decode_misses
+        return self.decode_hits / wanted if wanted else 0.0
+
+
+class ReplayCache(Tables):
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace.n_keys)
+        self.slot_of = self.place
+        self.counts = Counts()
+        self.pool_of_layer: dict[int, PoolSlots] = {}
+
+    def load(self, pools: Sequence[Pool], policy: Policy) -> None:
+        for pool in pools:
+            made = PoolSlots(pool, policy, self, np.full(N_NEXT, NONE, np.int32))
+            self.pool_of_layer.update(dict.fromkeys(pool.layers, made))
+
+    def unload(self, used: Keys) -> None:
+        """All slots are empty. ``used``: the keys that had to do with the cache."""
+        held = self.place[used]
+        self.owner[held[held != NONE]] = NONE
+        self.place[used] = NONE
+        self.freq[used] = self.last_use[used] = 0
+
+    def count(self, keys: Keys, now: int) -> NDArray[np.bool_]:
+        """What native does at an acquire; which keys are there."""
+        self.freq[keys] += 1
+        self.last_use[keys] = now
+        there: NDArray[np.bool_] = self.place.take(keys) != NONE
+        n_hits = int(np.count_nonzero(there))
+        self.counts.acquires += 1
+        self.counts.hits += n_hits
+        self.counts.misses += len(keys) - n_hits
+        return there
+
+    def fetch(self, layer: int, missing: Keys, kept: NDArray[np.int32], now: int) -> None:
+        """Give each of missing a slot, not one of ``kept``."""
+        pool = self.pool_of_layer[layer]
+        self.counts.evictions += pool.take(missing, kept, now)[1]
+        pool.publish(missing, now)
+
+    def fetch_in_passes(self, layer: int, missing: Keys, hits: Keys, now: int) -> None:
+        """As many as fit beside those that are there, then the rest in full passes."""
+        n_slots = self.pool_of_layer[layer].n_slots
+        n = n_slots - len(hits)
+        if n > 0:
+            self.fetch(layer, missing[:n], self.place[hits], now)
+        for i in range(n, len(missing), n_slots):
+            self.fetch(layer, missing[i : i + n_slots], self.place[:0], now)
+
+    def read_failed(self, key: int) -> None:
+        self.owner[self.place[key]] = NONE
+        self.place[key] = NONE

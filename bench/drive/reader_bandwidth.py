@@ -24,9 +24,10 @@ import xxhash
 
 from bench.banner import banner, report
 from llama_expert_pack.pypack.drive.direct_io import aligned_buffer
-from llama_expert_pack.pypack.drive.reader import Reader, Verify
+from llama_expert_pack.pypack.drive.reader import Reader
 from llama_expert_pack.pypack.errors import ReadError
 from llama_expert_pack.pypack.format.layout import Extent, Layer
+from llama_expert_pack.pypack.values.options import Verify
 
 STEP = 7919  # a prime: visits every block once, far from the one before
 

@@ -35,6 +35,7 @@ patched_sources(ggml-cpu ggml/src/ggml-cpu/ggml-cpu.c ggml/src/ggml-cpu/ggml-cpu
 patched_sources(llama src/llama-model-loader.cpp src/llama-adapter.cpp)
 expert_pack_sources(llama-common
     server/expert_args.cpp
+    server/expert_params.cpp
     server/expert_session.cpp)
 patched_sources(llama-common common/arg.cpp common/common.cpp)
 patched_sources(server-context

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -26,26 +26,17 @@ import xxhash
 from ..errors import PackError, ReadError, UsageError
 from ..format.layout import ALIGNMENT, Extent, Layer, align_up
 from ..stats.counters import Counter, Counters
-from ..values.checks import check_count, shown
+from ..values.checks import check_choice, check_count
+from ..values.options import READ_SPLITS_MAX, STAGE_SLOTS_MAX, VERIFY_MODES, Verify
 from .direct_io import WITHOUT_DIRECT_IO, PreadInto, address, aligned_buffer, open_file, pread_into, read_exact
 
 __all__ = [
-    "READ_SPLITS_MAX",
-    "STAGE_SLOTS_MAX",
-    "VERIFY_MODES",
     "OnDone",
     "ReadablePack",
     "Reader",
-    "Verify",
-    "check_verify",
 ]
 
-Verify = Literal["first", "off", "every"]
-VERIFY_MODES: tuple[Verify, ...] = ("first", "off", "every")
 OnDone = Callable[[ReadError | None], None]
-READ_SPLITS_MAX = 1024
-STAGE_SLOTS_MAX = 1024  # each may be a block of page-locked memory
-
 _RETRIES_MAX = 100
 _THREADS_MAX = 16
 _PART_BYTES_MIN = 1 << 20  # below this a part costs more than its parallel read gains
@@ -111,7 +102,7 @@ class Reader:
         check_count("read_splits", read_splits, 1, READ_SPLITS_MAX)
         check_count("stage_slots", stage_slots, 1, STAGE_SLOTS_MAX)
         check_count("retries", retries, 0, _RETRIES_MAX)
-        check_verify("verify", verify)
+        check_choice("verify", verify, VERIFY_MODES)
         self._pack = pack
         self._layers = tuple(pack.layers)
         self._direct_io = direct_io
@@ -348,12 +339,6 @@ class Reader:
 
     def _path(self, part: _Part) -> Path:
         return self._pack.files[part[0].file_id]
-
-
-def check_verify(name: str, value: object) -> None:
-    """Raises :class:`UsageError` if it is no way to verify."""
-    if value not in VERIFY_MODES:
-        raise UsageError(f"{name} must be one of {', '.join(VERIFY_MODES)}, not {shown(value)}")
 
 
 def _cut(extents: Sequence[Extent], n_parts: int) -> Sequence[_Part]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import UsageError
 from ..values.checks import shown
+from ..values.options import OPTIONS
 from .admission import ByBudget, TinyLfu
 from .base import Policy
 from .queues import Arc, S3Fifo, Slru
@@ -23,7 +24,7 @@ POLICIES: dict[str, type[Policy]] = {
     "static-hot": StaticHot,
     "tiny-lfu": TinyLfu,
 }
-DEFAULT_POLICY = "by-budget"
+DEFAULT_POLICY: str = OPTIONS["expert_policy"].default
 
 
 def make_policy(name: str) -> Policy:

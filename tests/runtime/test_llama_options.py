@@ -215,7 +215,7 @@ def test_a_model_that_can_not_be_loaded_leaves_nothing(tmp_path: Path) -> None:
             load(path, type_v=8, expert_trace=tmp_path / "x.trace", expert_stats_path=tmp_path / "stats.json")
 
 
-@pytest.mark.parametrize("step", ["make_policy", "_describe_blocks", "encode_header", "ExpertCache.add_arena"])
+@pytest.mark.parametrize("step", ["make_policy", "describe_blocks", "encode_header", "ExpertCache.add_arena"])
 def test_a_provider_that_fails_midway_leaves_nothing(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,12 +26,13 @@ from llama_expert_pack.pypack.drive.direct_io import pread_into
 from llama_expert_pack.pypack.drive.reader import Reader
 from llama_expert_pack.pypack.errors import ReadError
 from llama_expert_pack.pypack.format.pack import Pack
+from llama_expert_pack.pypack.values.options import Verify
 from tests.server.faults import waiting_file
 
 fault_file = Path(sys.argv.pop(1))
 
 
-describe_blocks = llama_expert_pack.bridge.provider._describe_blocks
+describe_blocks = llama_expert_pack.bridge.provider.describe_blocks
 usual_open = llama_expert_pack.bridge.server_session.open_checked
 
 
@@ -53,8 +54,8 @@ def open_checked(*arguments: Any) -> Pack:
     return usual_open(*arguments)
 
 
-def only_the_provider(pack: Pack, fds: Sequence[int], check: int) -> NDArray[np.void]:
-    return describe_blocks(pack, [-1] * len(fds), check)
+def only_the_provider(pack: Pack, fds: Sequence[int], verify: Verify) -> NDArray[np.void]:
+    return describe_blocks(pack, [-1] * len(fds), verify)
 
 
 def open_directly(path: Path, flags: int) -> int:
@@ -66,6 +67,6 @@ def open_directly(path: Path, flags: int) -> int:
 open_usually = llama_expert_pack.pypack.drive.direct_io._open
 llama_expert_pack.pypack.drive.direct_io._open = open_directly
 llama_expert_pack.bridge.provider.Reader = partial(Reader, pread=pread)  # type: ignore[assignment, misc]
-llama_expert_pack.bridge.provider._describe_blocks = only_the_provider
+llama_expert_pack.bridge.provider.describe_blocks = only_the_provider
 llama_expert_pack.bridge.server_session.open_checked = open_checked
 sys.exit(main())

@@ -1,267 +1,90 @@
 // The expert pack of the model that a server runs: from the flags to the launcher, and what it counts to /metrics.
 #include "expert_session.h"
 
-#include "expert_flags.h"
-#include "expert_provider.h"
-#include "expert_server.h"
+#include "expert_params.h"
+#include "expert_server_state.h"
 
 #include "common.h"
-#include "ggml-backend.h"
 #include "log.h"
 
-#include <algorithm>
-#include <array>
-#include <atomic>
 #include <cstdlib>
-#include <mutex>
-#include <numeric>
-#include <optional>
 #include <sstream>
-#include <utility>
 
-static const expert_launcher * launcher = nullptr;
-static std::string             executable;
-
-static std::mutex                           mutex; // guards what follows: HTTP threads read it
-static expert_opened                        opened       = {};
-static bool                                 session_open = false;
-static std::string                          info; // kept while asleep, as the cache's gauges are
-static int64_t                              n_resident_last = 0;
-static std::array<int64_t, EXPERT_COUNTERS> counted_before{}; // by sessions that are closed
-static int64_t                              n_failures_known = 0;
-static std::string                          load_failure; // of the last load, "": none of ours
-static std::atomic<bool>                    loading{false};
-
-void expert_session_set_launcher(const expert_launcher * given, const char * path) {
-    launcher   = given;
-    executable = path;
+expert_server_state & expert_server_state::get() {
+    static expert_server_state state;
+    return state;
 }
 
-const std::string & expert_session_executable() { return executable; }
+// ---- a model's life
 
-// ---- open
-
-static std::string override_patterns(const common_params & params) {
-    // later, the list also holds what memory fitting added
-    static const std::string patterns = [&] {
-        std::string lines;
-        for (const auto & item : params.tensor_buft_overrides) {
-            lines += item.pattern ? std::string(item.pattern) + "\n" : "";
-        }
-        return lines;
-    }();
-    return patterns;
-}
-
-static std::string integer_overrides(const common_params & params) {
-    std::string lines;
-    for (const auto & item : params.kv_overrides) {
-        if (item.tag == LLAMA_KV_OVERRIDE_TYPE_INT && item.key[0]) { // an empty key ends the list
-            lines += std::string(item.key) + "=" + std::to_string(item.val_i64) + "\n";
-        }
-    }
-    return lines;
-}
-
-// A router gives each of its models the model's name as its only alias; the parser splits it at commas.
-static std::string aliases(const common_params & params) {
-    std::string names;
-    for (const std::string & alias : params.model_alias) {
-        names += names.empty() ? alias : "," + alias;
-    }
-    return names;
-}
-
-static std::vector<ggml_backend_dev_t> devices_of_type(enum ggml_backend_dev_type type) {
-    std::vector<ggml_backend_dev_t> found;
-    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
-        if (ggml_backend_dev_type(ggml_backend_dev_get(i)) == type) {
-            found.push_back(ggml_backend_dev_get(i));
-        }
-    }
-    return found;
-}
-
-// Those that llama.cpp gives layers to, in its order, which is that of the targets.
-static std::vector<ggml_backend_dev_t> model_gpus(const common_params & params) {
-    std::vector<ggml_backend_dev_t> gpus = params.devices; // a null pointer ends them
-    if (gpus.empty()) {
-        gpus = devices_of_type(GGML_BACKEND_DEVICE_TYPE_GPU);
-        gpus = gpus.empty() ? devices_of_type(GGML_BACKEND_DEVICE_TYPE_IGPU) : gpus;
-    }
-    gpus.erase(std::remove(gpus.begin(), gpus.end(), nullptr), gpus.end());
-    if (params.split_mode == LLAMA_SPLIT_MODE_NONE) {
-        const bool any = params.main_gpu >= 0 && (size_t) params.main_gpu < gpus.size();
-        gpus           = any ? std::vector<ggml_backend_dev_t>{gpus[params.main_gpu]} : std::vector<ggml_backend_dev_t>();
-    }
-    return gpus;
-}
-
-static const char * given(const std::optional<std::string> & text) { return text ? text->c_str() : nullptr; }
-
-// "" if all flags have an effect.
-static std::string flags_without_pack(const expert_flags & flags) {
-    const std::pair<bool, const char *> set[] = {
-        {flags.cache.has_value(), "--expert-cache"},
-        {flags.cache_reserve.has_value(), "--expert-cache-reserve"},
-        {flags.policy.has_value(), "--expert-policy"},
-        {flags.stage_slots.has_value(), "--expert-stage-slots"},
-        {flags.read_splits.has_value(), "--expert-read-splits"},
-        {flags.direct_io.has_value(), flags.direct_io.value_or(true) ? "--expert-direct-io" : "--no-expert-direct-io"},
-        {flags.verify.has_value(), "--expert-verify"},
-        {flags.stats_file.has_value(), "--expert-stats-file"},
-        {flags.stats_interval.has_value(), "--expert-stats-interval"},
-        {flags.trace.has_value(), "--expert-trace"},
-    };
-    std::string names;
-    for (const auto & [is_set, name] : set) {
-        names += !is_set ? "" : names.empty() ? name : std::string(", ") + name;
-    }
-    return names;
-}
-
-static bool load_failed(const std::string & why) {
+bool expert_server_state::load_failed(const std::string & why) {
     LOG_ERR("%s\n", why.c_str());
     load_failure = why;
     loading      = false;
     return false;
 }
 
-// No pack is used: false if that can't be what the user wants.
-static bool open_without_pack(const expert_flags & flags) {
-    const std::string unused = flags_without_pack(flags);
-    if (unused.empty()) {
-        return true;
-    }
-    const std::string why = unused + " would have no effect without an expert pack";
-    // a router passes its own flags on to all its models
-    if (!flags.pack && !getenv("LLAMA_SERVER_ROUTER_PORT")) {
-        return load_failed(
-            why + ": add --expert-pack auto or the path of the pack, or leave out what has no effect "
-                  "(flags, LLAMA_ARG_EXPERT_* variables and config files count; --expert-pack none makes this a warning)");
-    }
-    LOG_WRN("%s\n", why.c_str());
-    return true;
-}
-
-bool expert_session::open(const common_params & params, llama_model_params & mparams) {
+bool expert_server_state::open_pack(const common_params & params) {
     load_failure.clear();
-    const expert_flags & flags = expert_flags_get();
     if (!launcher) {
         return true;
     }
-    if (!flags.pack || *flags.pack == "none") {
-        return open_without_pack(flags);
+    if (!override_patterns) {
+        override_patterns = expert_override_patterns(params);
     }
-    const std::string name      = aliases(params);
-    const std::string overrides = override_patterns(params);
-    const std::string integers  = integer_overrides(params);
-    expert_request    request   = {};
-    request.model_path          = params.model.path.c_str();
-    request.pack                = given(flags.pack);
-    request.cache               = given(flags.cache);
-    request.cache_reserve       = given(flags.cache_reserve);
-    request.policy              = given(flags.policy);
-    request.verify              = given(flags.verify);
-    request.stats_file          = given(flags.stats_file);
-    request.trace               = given(flags.trace);
-    request.child               = getenv("LLAMA_SERVER_ROUTER_PORT") ? name.c_str() : nullptr; // as upstream asks
-    request.overrides           = overrides.c_str();
-    request.kv_overrides        = integers.c_str();
-    request.stats_interval      = given(flags.stats_interval);
-    request.stage_slots         = given(flags.stage_slots);
-    request.read_splits         = given(flags.read_splits);
-    request.direct_io           = flags.direct_io ? *flags.direct_io : -1;
-    request.n_gpu_layers        = model_gpus(params).empty() ? -1 : params.n_gpu_layers;
-    request.split_by_layer      = params.split_mode == LLAMA_SPLIT_MODE_LAYER || params.split_mode == LLAMA_SPLIT_MODE_NONE;
+    std::vector<expert_setting> settings;
+    for (int i = 0; i < launcher->n_flags; i++) {
+        if (flags[i]) {
+            settings.push_back({launcher->flags[i].name, flags[i]->c_str()});
+        }
+    }
+    const std::string name     = expert_child_name(params);
+    const std::string integers = expert_integer_overrides(params);
+    expert_request    request  = {};
+    request.settings           = settings.data();
+    request.n_settings         = (int32_t) settings.size();
+    request.split_by_layer     = params.split_mode == LLAMA_SPLIT_MODE_LAYER || params.split_mode == LLAMA_SPLIT_MODE_NONE;
+    request.n_gpu_layers       = expert_has_gpu(params) ? params.n_gpu_layers : -1;
+    request.model_path         = params.model.path.c_str();
+    request.child              = getenv("LLAMA_SERVER_ROUTER_PORT") ? name.c_str() : nullptr; // as upstream asks
+    request.overrides          = override_patterns->c_str();
+    request.kv_overrides       = integers.c_str();
 
     loading              = true;
     expert_opened result = {};
-    if (!launcher->open(&request, &result)) {
-        return load_failed(result.error ? result.error : "the expert pack could not be opened");
+    if (!launcher->open_pack(&request, &result)) {
+        return load_failed(result.message ? result.message : "the expert pack could not be opened");
     }
-    mparams.use_extra_bufts = false; // repacked weights add up in another order
-    if (mparams.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
-        mparams.load_mode = LLAMA_LOAD_MODE_MLOCK; // locking a mapping would lock the experts in it
+    if (result.message) {
+        LOG_WRN("%s\n", result.message);
+    }
+    if (!result.store) {
+        loading = false;
+        return true;
     }
     std::lock_guard<std::mutex> lock(mutex);
     opened           = result;
     n_failures_known = 0;
     session_open     = true;
-    is_open          = true;
     return true;
 }
 
-static size_t free_bytes(ggml_backend_dev_t dev) {
-    size_t free  = 0;
-    size_t total = 0;
-    ggml_backend_dev_memory(dev, &free, &total);
-    return free;
-}
-
-// How llama.cpp divides the layers: as the user says, else by what is free.
-static std::vector<double> shares(const common_params & params, const std::vector<ggml_backend_dev_t> & devices) {
-    std::vector<double> given(params.tensor_split, params.tensor_split + devices.size());
-    if (std::accumulate(given.begin(), given.end(), 0.0) <= 0) {
-        std::transform(devices.begin(), devices.end(), given.begin(), free_bytes);
-    }
-    const double sum = std::accumulate(given.begin(), given.end(), 0.0);
-    for (double & share : given) {
-        share = sum > 0 ? share / sum : 0;
-    }
-    return given;
-}
-
-std::vector<size_t> expert_session::fit_target(const common_params & params) const {
-    std::vector<size_t> target = params.fit_params_target;
-    if (!is_open || target.empty()) {
-        return target;
-    }
-    std::vector<ggml_backend_dev_t> devices = model_gpus(params);
-    if (devices.empty()) { // fitting takes the first target for the host then
-        devices = devices_of_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    }
-    devices.resize(std::min(devices.size(), target.size()));
-    const std::vector<double> share = shares(params, devices);
-    for (size_t i = 0; i < devices.size(); i++) {
-        const uint64_t allowed = opened.cache_max == UINT64_MAX ? free_bytes(devices[i]) / 2 : opened.cache_max;
-        target[i] += std::min<uint64_t>(allowed, share[i] * (double) opened.expert_bytes);
-    }
-    return target;
-}
-
-void expert_session::loaded() {
-    if (is_open) {
-        expert_store_loaded((expert_store *) opened.store);
-    }
-}
-
-bool expert_session_start() {
+bool expert_server_state::open_arenas() {
     if (!session_open) {
         return true;
     }
     expert_opened result = opened;
-    if (!launcher->start(&result)) {
-        return load_failed(result.error ? result.error : "the expert cache could not be opened");
+    if (!launcher->open_arenas(&result)) {
+        return load_failed(result.message ? result.message : "the expert cache could not be opened");
     }
     std::lock_guard<std::mutex> lock(mutex);
-    opened  = result;
-    info    = result.info;
-    loading = false;
+    opened    = result;
+    info_text = result.info;
+    loading   = false;
     return true;
 }
 
-bool expert_session_is_open() { return session_open; }
-bool expert_session_is_loading() { return loading; }
-
-static int64_t n_resident() {
-    return session_open ? opened.counters[EXPERT_LOADS] - opened.counters[EXPERT_EVICTIONS] : n_resident_last;
-}
-
-expert_session::~expert_session() {
-    if (!is_open) {
-        return;
-    }
+void expert_server_state::close_pack() {
     {
         std::lock_guard<std::mutex> lock(mutex);
         for (int i = 0; i < EXPERT_COUNTERS; i++) {
@@ -271,30 +94,65 @@ expert_session::~expert_session() {
         session_open    = false;
         loading         = false;
     }
-    launcher->close();
+    launcher->close_pack();
+}
+
+bool expert_session::open(const common_params & params, llama_model_params & mparams) {
+    expert_server_state & state = expert_server_state::get();
+    if (!state.open_pack(params)) {
+        return false;
+    }
+    is_open = state.is_open();
+    if (is_open) {
+        mparams.use_extra_bufts = false; // repacked weights add up in another order
+        if (mparams.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK) {
+            mparams.load_mode = LLAMA_LOAD_MODE_MLOCK; // locking a mapping would lock the experts in it
+        }
+    }
+    return true;
+}
+
+std::vector<size_t> expert_session::fit_target(const common_params & params) const {
+    std::vector<size_t> target = params.fit_params_target;
+    if (is_open) {
+        const std::vector<expert_device_share> devices = expert_device_shares(params, target.size());
+        for (size_t i = 0; i < devices.size(); i++) {
+            target[i] += expert_server_state::get().launcher->cache_room(devices[i].free_bytes, devices[i].share);
+        }
+    }
+    return target;
+}
+
+void expert_session::loaded() {
+    if (is_open) {
+        expert_store_loaded(expert_server_state::get().store());
+    }
+}
+
+expert_session::~expert_session() {
+    if (is_open) {
+        expert_server_state::get().close_pack();
+    }
 }
 
 // ---- what is reported
 
-std::string expert_session_failure(const std::string & otherwise) {
+int64_t expert_server_state::n_resident() const {
+    return session_open ? opened.counters[EXPERT_LOADS] - opened.counters[EXPERT_EVICTIONS] : n_resident_last;
+}
+
+std::string expert_server_state::why_failed() {
     if (!session_open || opened.counters[EXPERT_FAILURES] == n_failures_known) {
-        return otherwise;
+        return "";
     }
     n_failures_known = opened.counters[EXPERT_FAILURES];
-    const char * why = launcher->why();
-    return why && *why ? why : otherwise;
+    const char * why = launcher->why_failed();
+    return why ? why : "";
 }
 
-bool expert_session_check() {
-    const std::string why = expert_session_failure("");
-    return why.empty() || load_failed(why);
-}
-
-std::string expert_session_load_failure(const std::string & otherwise) { return load_failure.empty() ? otherwise : load_failure; }
-
-std::string expert_session_info() {
+std::string expert_server_state::info() {
     std::lock_guard<std::mutex> lock(mutex);
-    return info;
+    return info_text;
 }
 
 static const struct {
@@ -317,9 +175,9 @@ static const struct {
     {EXPERT_FAILURES, "failed_decodes_total", "Decodes that failed because an expert could not be brought in", 1},
 };
 
-std::string expert_session_metrics() {
+std::string expert_server_state::metrics() {
     std::lock_guard<std::mutex> lock(mutex);
-    if (info.empty()) {
+    if (info_text.empty()) {
         return "";
     }
     std::ostringstream text;
@@ -337,3 +195,26 @@ std::string expert_session_metrics() {
     add("gauge", "cache_bytes", "Size of the expert cache on all devices", (double) opened.cache_bytes);
     return text.str();
 }
+
+// ---- what the patches call
+
+static const std::string & either(const std::string & text, const std::string & otherwise) {
+    return text.empty() ? otherwise : text;
+}
+
+bool expert_session_is_open() { return expert_server_state::get().is_open(); }
+bool expert_session_is_loading() { return expert_server_state::get().is_loading(); }
+bool expert_session_open_arenas() { return expert_server_state::get().open_arenas(); }
+bool expert_session_check() {
+    const std::string why = expert_server_state::get().why_failed();
+    return why.empty() || expert_server_state::get().load_failed(why);
+}
+std::string expert_session_failure(const std::string & otherwise) {
+    return either(expert_server_state::get().why_failed(), otherwise);
+}
+std::string expert_session_load_failure(const std::string & otherwise) {
+    return either(expert_server_state::get().why_load_failed(), otherwise);
+}
+std::string         expert_session_info() { return expert_server_state::get().info(); }
+std::string         expert_session_metrics() { return expert_server_state::get().metrics(); }
+const std::string & expert_session_executable() { return expert_server_state::get().executable; }

@@ -103,7 +103,7 @@ $(VENV)/python:
 # CMake and ninja come from here, so that the machine needs neither
 $(VENV)/tools: $(VENV)/python pyproject.toml
 	@$(STEP)/tools.log "build tools: from the package index" \
-		$(PIP) 'scikit-build-core>=0.10' 'cffi>=1.17' 'cmake>=3.25,<4' ninja
+		$(PIP) 'scikit-build-core>=1.0' 'cffi>=1.17' 'cmake>=3.25,<4' ninja
 	@touch $@
 
 # Only what runs is installed with it: tests and checks have their own.

@@ -6,7 +6,6 @@ must be the first to import it; if another one was, loaded other libraries, it s
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 import os
@@ -14,9 +13,12 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..pypack.errors import NativeError
+
+if TYPE_CHECKING:
+    import ctypes
 
 LLAMA_CPP_PYTHON_VERSION = "0.3.36"
 REBUILD = "reinstall llama-expert-pack on this machine (`make clean build` in a clone)"
@@ -74,6 +76,8 @@ def check_cpu(needed: list[str], cpuinfo: str) -> None:
 
 def check_struct_sizes(llama_cpp: ModuleType, native: ctypes.CDLL) -> None:
     """The binding's hand-written structs must be the library's. Raises NativeError."""
+    import ctypes
+
     size_of = native.llama_expert_struct_size
     size_of.argtypes, size_of.restype = [ctypes.c_char_p], ctypes.c_size_t
     for name in ("llama_model_params", "llama_context_params", "llama_batch", "llama_model_kv_override"):
@@ -87,9 +91,7 @@ def check_struct_sizes(llama_cpp: ModuleType, native: ctypes.CDLL) -> None:
 
 def check_native() -> None:
     """Proves that the native libraries fit this processor and this package. Raises NativeError."""
-    folder = library_dir()
-    if Path("/proc/cpuinfo").exists():
-        check_cpu(build_info()["cpu_features"], Path("/proc/cpuinfo").read_text())
+    folder = _runnable_dir()
     try:
         from ._provider import lib
     except ImportError as error:
@@ -99,6 +101,19 @@ def check_native() -> None:
             f"{folder}: the library speaks provider ABI {lib.expert_abi_version()}, the bridge "
             f"{lib.EXPERT_ABI_VERSION}: {REBUILD}"
         )
+
+
+def offer() -> None:
+    """Lets llama_cpp, imported later by whomever, take the patched libraries. Raises NativeError if they can't run here."""
+    if "llama_cpp" not in sys.modules:
+        os.environ.setdefault("LLAMA_CPP_LIB_PATH", str(_runnable_dir()))
+
+
+def _runnable_dir() -> Path:
+    folder = library_dir()
+    if Path("/proc/cpuinfo").exists():
+        check_cpu(build_info()["cpu_features"], Path("/proc/cpuinfo").read_text())
+    return folder
 
 
 @cache

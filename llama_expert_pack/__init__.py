@@ -8,8 +8,10 @@ All else that the package offers works where its native part is missing or canno
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from .bridge import library as _library
 from .pypack._version import __version__
 from .pypack.command.inspect import Description, describe
 from .pypack.convert.convert import Conversion, convert
@@ -81,6 +83,9 @@ __all__ = [
     "read_trace",
     "verify",
 ]
+
+with suppress(NativeError):  # whoever needs it is told why
+    _library.offer()
 
 
 def __getattr__(name: str) -> Any:

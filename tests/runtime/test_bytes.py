@@ -33,7 +33,7 @@ def test_garbage_in_place_of_the_experts_changes_nothing(
     name: str, use_mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model does not look at the GGUF's experts. Who checks that the pack fits it does: that is left out here."""
-    monkeypatch.setattr("llama_expert_pack.pypack.format.pack.expert_difference", lambda *_: None)
+    monkeypatch.setattr("llama_expert_pack.pypack.source.match.expert_difference", lambda *_: None)
     path = variant(name, tmp_path)
     with loaded(path, use_mmap=use_mmap) as llm:
         expected = evaluate(llm, BATCHES)

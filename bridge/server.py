@@ -58,7 +58,7 @@ def _executable() -> str:
     command = shutil.which(sys.argv[0])
     if command is not None and not command.endswith(".py"):
         return str(Path(command).absolute())
-    os.environ["LLAMA_APP_CMD"] = "-mbridge.server"  # upstream puts it behind the executable's name
+    os.environ["LLAMA_APP_CMD"] = "-mllama_expert_pack.bridge.server"  # upstream puts it behind the executable's name
     return sys.executable
 
 

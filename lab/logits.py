@@ -66,7 +66,7 @@ def run_until_death(jobs: list[dict[str, Any]], folder: Path, under: Sequence[st
     job_file = folder / f"{jobs[0]['id']}.jobs.json"
     job_file.write_text(json.dumps(jobs))
     run = subprocess.run(
-        [*under, sys.executable, str(ROOT / "tests" / "logits_runner.py"), str(job_file), str(folder)],
+        [*under, sys.executable, str(ROOT / "lab" / "logits_runner.py"), str(job_file), str(folder)],
         env=environment(jobs[0]["stock"]),
         capture_output=True,
         text=True,

@@ -19,7 +19,7 @@ import llama_expert_pack, llama_cpp
 from llama_expert_pack.pypack.drive.direct_io import pread_into
 from llama_expert_pack import UsageError
 from llama_expert_pack import find_pack, open_pack
-from tests.compare import minimum_budget
+from lab.logits import minimum_budget
 from tests.runtime.packed import evaluate, load, loaded, reads
 
 path, trace, stats_path = sys.argv[1:4]

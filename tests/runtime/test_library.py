@@ -108,11 +108,11 @@ def provider_beside(folder: Path, monkeypatch: pytest.MonkeyPatch, libraries: li
 
 IMPORT = """
 try:
-    import llama_expert_pack
+    from llama_expert_pack import Llama
 except Exception as error:
     print(f"{type(error).__module__}.{type(error).__name__}: {error}")
 else:
-    print("imported", llama_expert_pack.Llama.__module__)
+    print("imported", Llama.__module__)
 """
 
 

@@ -77,7 +77,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
 
     Args:
         model_path: the GGUF; its first shard if it is split.
-        {options}
+        expert_...: the options in pypack/values/options.py.
         **llama_kwargs: as for ``llama_cpp.Llama``; unlike there, unknown ones are refused.
 
     With a pack, llama.cpp's weight repacking is off (as with --no-repack): results are those of stock without it.
@@ -286,4 +286,5 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         self._batch_ends += [*range(n_before + self.n_batch, self.n_tokens, self.n_batch), self.n_tokens]
 
 
-Llama.__doc__ = (Llama.__doc__ or "").format(options=keyword_lines(" " * 8).lstrip())
+_OPTIONS_LINE = "expert_...: the options in pypack/values/options.py."  # what is read without running
+Llama.__doc__ = (Llama.__doc__ or "").replace(_OPTIONS_LINE, keyword_lines(" " * 8).lstrip())

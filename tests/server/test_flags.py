@@ -12,12 +12,10 @@ import pytest
 
 from llama_expert_pack import Llama
 from llama_expert_pack.pypack.values.flags import with_flags
+from llama_expert_pack.pypack.values.options import OPTIONS
 from tests.server.serving import SMALL, faulty, launch, run_to_end, serving
 
-FLAGS = (
-    "pack", "cache", "cache-reserve", "policy", "stage-slots", "read-splits", "direct-io", "verify", "stats-file",
-    "stats-interval", "trace",
-)  # fmt: skip
+FLAGS = [option.flag.removeprefix("--expert-") for option in OPTIONS.values()]
 USED = "qwen3moe.expert_used_count"
 
 

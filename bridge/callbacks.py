@@ -26,6 +26,7 @@ def callbacks_of(handle: Any) -> Any:
 
 
 def text_of(chars: Any) -> str:
+    """Native's text; what is no UTF-8 in it is replaced."""
     return ffi.string(chars).decode(errors="replace")  # type: ignore[no-any-return]
 
 

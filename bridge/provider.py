@@ -142,7 +142,10 @@ class Provider:
     # ---- callbacks: on any thread
 
     def open_arena(self, device: str, free_bytes: int, layers: Sequence[int]) -> None:
-        """``free_bytes``: what native knows of the device. Raises :class:`ExpertPackError`."""
+        """Size the arena of a device, by its ggml name, for ``layers`` (indices) and give it to native.
+
+        ``free_bytes``: what native knows of the device. Raises :class:`ExpertPackError`.
+        """
         described = [self._pack.layers[index] for index in layers]
         plan = self._plan(described, host_memory_free() if device == "CPU" else free_bytes, device)
         self._slots += self._add_arena(plan)
@@ -182,9 +185,11 @@ class Provider:
         return StagingPool(self._reader, self._pack.layers, [aligned_buffer(block_bytes) for _ in range(_OWN_READS)])
 
     def fetch(self, layer: int, missing: list[int], active: list[int]) -> list[int]:
+        """[len(missing)] slots for the missing experts, from which none of ``active`` is taken."""
         return self.cache.fetch(layer, missing, active)
 
     def prepare(self, layer: int, fetched: list[int]) -> None:
+        """The experts ``fetched`` have got slots: choose those that may be taken next."""
         self.cache.prepare(layer, fetched)
 
     def keep(self, error: Exception) -> None:

@@ -106,6 +106,7 @@ class _Session:
         )
 
     def close(self) -> None:
+        """After the model was freed, or was not loaded."""
         global _counted_before
         if self.stats_writer is not None:
             self.stats_writer.close()

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 import llama_expert_pack.bridge.provider
 import llama_expert_pack.bridge.server_session
 import llama_expert_pack.pypack.drive.direct_io
+from llama_expert_pack.bridge.model_pack import open_checked as usual_open
 from llama_expert_pack.bridge.native_tables import describe_blocks
 from llama_expert_pack.bridge.server import main
 from llama_expert_pack.pypack.drive.direct_io import pread_into
@@ -33,7 +34,8 @@ from tests.server.faults import waiting_file
 fault_file = Path(sys.argv.pop(1))
 
 
-usual_open = llama_expert_pack.bridge.server_session.open_checked
+provider: Any = llama_expert_pack.bridge.provider
+session: Any = llama_expert_pack.bridge.server_session
 
 
 def pread(fd: int, buffer: memoryview, offset: int) -> int:
@@ -66,7 +68,7 @@ def open_directly(path: Path, flags: int) -> int:
 
 open_usually = llama_expert_pack.pypack.drive.direct_io._open
 llama_expert_pack.pypack.drive.direct_io._open = open_directly
-llama_expert_pack.bridge.provider.Reader = partial(Reader, pread=pread)  # type: ignore[assignment, misc]
-llama_expert_pack.bridge.provider.describe_blocks = only_the_provider  # type: ignore[attr-defined]
-llama_expert_pack.bridge.server_session.open_checked = open_checked
+provider.Reader = partial(Reader, pread=pread)
+provider.describe_blocks = only_the_provider
+session.open_checked = open_checked
 sys.exit(main())

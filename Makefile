@@ -36,7 +36,7 @@ BUILT := $(VENV)/built$(if $(CUDA),-cuda)
 
 BENCH_MODEL  := build/bench/model.gguf
 NATIVE_FILES := $(shell find native -type f)
-NATIVE_CODE  := $(wildcard native/src/*.cpp native/src/*.h native/src/cuda/* native/include/*.h tests/native/*.cpp tests/native/*.h)
+NATIVE_CODE  := $(wildcard native/src/*/* native/include/*.h tests/native/*.cpp tests/native/*.h)
 
 .PHONY: demo test check format build stock stock-library upgrade bench cuda-check gpu-test clean
 

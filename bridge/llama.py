@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
-from ..pypack.drive.reader import Verify
 from ..pypack.errors import DecodeError, UsageError
-from ..pypack.policy import DEFAULT_POLICY
 from ..pypack.stats.counters import ExpertStats
 from ..pypack.stats.stats_file import StatsWriter
-from ..pypack.values.checks import check_path
+from ..pypack.values.option_tables import keyword_lines, with_keywords
+from ..pypack.values.options import OPTIONS, ExpertOptions, is_pack
 from . import garbage, interrupts, library, openmp  # noqa: F401 (openmp acts at forks)
 from .model_pack import open_checked, working_set
 
@@ -57,24 +56,6 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def _refuse_without_pack(options: dict[str, Any]) -> None:
-    """Raises UsageError if an option is set that does nothing without a pack."""
-    usual = inspect.signature(Llama.__init__).parameters
-    unused = [name for name, value in options.items() if name != "expert_pack" and value != usual[name].default]
-    if unused:
-        raise UsageError(
-            f"{', '.join(unused)} would have no effect without expert_pack: give expert_pack=True or the path of the "
-            f"pack, or leave {'it' if len(unused) == 1 else 'them'} out"
-        )
-
-
-def _refuse_interval_alone(interval_s: object) -> None:
-    if interval_s != inspect.signature(Llama.__init__).parameters["expert_stats_interval"].default:
-        raise UsageError(
-            "expert_stats_interval would have no effect without expert_stats_path: give expert_stats_path, or leave it out"
-        )
-
-
 class _Closed:
     """Takes the place of the native objects of a closed model."""
 
@@ -96,19 +77,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
 
     Args:
         model_path: the GGUF; its first shard if it is split.
-        expert_pack: path of the pack, True for the one beside the model, None for stock behaviour; the other
-            options of experts are refused then.
-        expert_cache: memory for experts, on each device that computes layers: bytes, "20GiB", "60%" of what is free
-            after the reserve, or "auto" (all experts if they fit in all of that on a GPU, in half of it on the CPU,
-            else as many as fit). Less than one working set is refused.
-        expert_cache_reserve: memory to leave free, in the same units.
-        expert_direct_io: read with O_DIRECT; False reads through the page cache.
-        expert_read_splits: parts that one expert is read in at most, in parallel; 1 to 1024.
-        expert_stage_slots: experts that are read at the same time at most; 1 to 1024.
-        expert_verify: check experts' checksums at the "first" read, at "every" read, or "off".
-        expert_policy: which experts leave the cache, one of ``pypack.POLICIES``; docs/POLICY.md compares them.
-        expert_trace: file that gets every lookup of experts, for ``expert-pack replay`` and ``expert-pack heat``.
-        expert_stats_path: file that gets the counters as JSON, every expert_stats_interval seconds and at close.
+        expert_...: the options in pypack/values/options.py.
         **llama_kwargs: as for ``llama_cpp.Llama``; unlike there, unknown ones are refused.
 
     With a pack, llama.cpp's weight repacking is off (as with --no-repack): results are those of stock without it.
@@ -120,84 +89,59 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         ValueError: the model does not exist or can't be loaded.
     """
 
-    def __init__(
-        self,
-        model_path: str | os.PathLike[str],
-        *,
-        expert_pack: str | os.PathLike[str] | bool | None = None,
-        expert_cache: str | int | float = "auto",
-        expert_cache_reserve: str | int | float = "1GiB",
-        expert_direct_io: bool = True,
-        expert_read_splits: int = 64,
-        expert_stage_slots: int = 12,
-        expert_verify: Verify = "first",
-        expert_policy: str = DEFAULT_POLICY,
-        expert_trace: str | os.PathLike[str] | None = None,
-        expert_stats_path: str | os.PathLike[str] | None = None,
-        expert_stats_interval: float = 10.0,
-        **llama_kwargs: Any,
-    ) -> None:
+    @with_keywords
+    def __init__(self, model_path: str | os.PathLike[str], **llama_kwargs: Any) -> None:
         global _has_loaded
+        self._expert_args = {name: llama_kwargs.pop(name) for name in OPTIONS if name in llama_kwargs}  # for pickling
         unknown = sorted(set(llama_kwargs) - _KNOWN)
         if unknown:
             raise TypeError(f"Llama() got unknown keyword arguments: {', '.join(unknown)}")
-        self._expert_args = {k: v for k, v in locals().items() if k.startswith("expert_")}  # for pickling
         self._provider: Provider | None = None
         self._stats_writer: StatsWriter | None = None
         self._trace: TraceFile | None = None
         self._must_replay = False
         self._batch_ends: list[int] = []  # token counts at which the evaluated batches ended, rising
-        model_path = os.fspath(model_path)
-        if expert_pack is not None and not isinstance(expert_pack, bool):
-            expert_pack = check_path("expert_pack", expert_pack)
-        trace_path = None if expert_trace is None else check_path("expert_trace", expert_trace)
-        stats_path = None if expert_stats_path is None else check_path("expert_stats_path", expert_stats_path)
+        given = {name: value for name, value in self._expert_args.items() if value != OPTIONS[name].default}
         try:
-            if expert_pack is not None and expert_pack is not False:
-                if llama_kwargs.get("split_mode", LAYER) not in (NONE, LAYER):
-                    raise UsageError(
-                        "an expert pack can't be used with a split_mode of rows or tensors: "
-                        "use LLAMA_SPLIT_MODE_LAYER, or no pack"
-                    )
-                if _forked_after_a_load and llama_cpp.llama_supports_gpu_offload():
-                    raise UsageError(
-                        "CUDA does not work in a process that was forked after a model had been loaded: "
-                        "start this one with multiprocessing's spawn method, or fork before the first load"
-                    )
-                if stats_path is None:
-                    _refuse_interval_alone(expert_stats_interval)
-                pack = open_checked(model_path, expert_pack)
-                check_outputs(model_path, pack, {"expert_trace": trace_path, "expert_stats_path": stats_path})
-                self._trace = TraceFile(trace_path) if trace_path is not None else None
-                self._provider = Provider(
-                    pack,
-                    model_path,
-                    top_k=working_set(pack, llama_kwargs.get("kv_overrides")),
-                    cache=expert_cache,
-                    reserve=expert_cache_reserve,
-                    direct_io=expert_direct_io,
-                    read_splits=expert_read_splits,
-                    stage_slots=expert_stage_slots,
-                    verify=expert_verify,
-                    policy=expert_policy,
-                    trace=self._trace,
-                )
-            else:
-                _refuse_without_pack(self._expert_args)
+            options = ExpertOptions.checked(given)
+            if is_pack(options.expert_pack):
+                self._open_pack(os.fspath(model_path), options, llama_kwargs)
             _has_loaded = True
-            if self._provider is not None and llama_kwargs.get("use_mlock", False):
-                llama_kwargs = {**llama_kwargs, "use_mmap": False}  # locking a mapping would lock the experts in it
-            super().__init__(model_path, **llama_kwargs)
+            super().__init__(os.fspath(model_path), **llama_kwargs)
             if self._provider is not None:
-                self._watch_decode(self._provider)
-                with interrupts.held_back(), garbage.held_back():
-                    self._provider.start(has_weights=not llama_kwargs.get("vocab_only", False))
-                if stats_path is not None:
-                    self._stats_writer = StatsWriter(stats_path, expert_stats_interval, self._provider.stats)
+                self._use_pack(self._provider, options, has_weights=not llama_kwargs.get("vocab_only", False))
                 _open.add(self)
         except BaseException:
             self.close()
             raise
+
+    def _open_pack(self, model_path: str, options: ExpertOptions, llama_kwargs: dict[str, Any]) -> None:
+        """Before the model is loaded. Changes ``llama_kwargs`` where they do not go with a pack. Raises ExpertPackError."""
+        if llama_kwargs.get("split_mode", LAYER) not in (NONE, LAYER):
+            raise UsageError(
+                "an expert pack can't be used with a split_mode of rows or tensors: "
+                "use LLAMA_SPLIT_MODE_LAYER, or no pack"
+            )
+        if _forked_after_a_load and llama_cpp.llama_supports_gpu_offload():
+            raise UsageError(
+                "CUDA does not work in a process that was forked after a model had been loaded: "
+                "start this one with multiprocessing's spawn method, or fork before the first load"
+            )
+        pack = open_checked(model_path, options.expert_pack)
+        check_outputs(model_path, pack, options)
+        self._trace = TraceFile(options.expert_trace) if options.expert_trace is not None else None
+        top_k = working_set(pack, llama_kwargs.get("kv_overrides"))
+        self._provider = Provider(pack, model_path, options, top_k=top_k, trace=self._trace)
+        if llama_kwargs.get("use_mlock", False):
+            llama_kwargs["use_mmap"] = False  # locking a mapping would lock the experts in it
+
+    def _use_pack(self, provider: Provider, options: ExpertOptions, has_weights: bool) -> None:
+        """After the model was loaded. Raises ExpertPackError."""
+        self._watch_decode(provider)
+        with interrupts.held_back(), garbage.held_back():
+            provider.open_arenas(has_weights)
+        if options.expert_stats_path is not None:
+            self._stats_writer = StatsWriter(options.expert_stats_path, options.expert_stats_interval, provider.stats)
 
     def expert_stats(self) -> ExpertStats:
         """What the expert cache has counted since the model was loaded. Raises UsageError without a pack."""
@@ -341,3 +285,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
     def _note_batches(self, n_before: int) -> None:
         del self._batch_ends[bisect_right(self._batch_ends, n_before) :]
         self._batch_ends += [*range(n_before + self.n_batch, self.n_tokens, self.n_batch), self.n_tokens]
+
+
+_OPTIONS_LINE = "expert_...: the options in pypack/values/options.py."  # what is read without running
+Llama.__doc__ = (Llama.__doc__ or "").replace(_OPTIONS_LINE, keyword_lines(" " * 8).lstrip())

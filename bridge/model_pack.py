@@ -10,19 +10,17 @@ from ..pypack.format.layout import Layer
 from ..pypack.format.pack import Pack, open_pack
 from ..pypack.ggml_types import NOT_COMPUTED_TYPES
 from ..pypack.source.match import check_source, find_pack
-from ..pypack.values.checks import check_count, check_path
+from ..pypack.values.checks import check_count
 
 
-def open_checked(model_path: str, expert_pack: str | os.PathLike[str] | bool) -> Pack:
-    """Opens the pack (True: the one beside the model) and checks that llama.cpp can run this model with it.
+def open_checked(model_path: str, expert_pack: str | os.PathLike[str] | bool | None) -> Pack:
+    """Opens the pack (True or None: the one beside the model) and checks that llama.cpp can run this model with it.
 
     Raises ExpertPackError, or ValueError if there is no model.
     """
     if not os.path.exists(model_path):  # noqa: PTH110
         raise ValueError(f"Model path does not exist: {model_path}")
-    if not isinstance(expert_pack, bool):
-        check_path("expert_pack", expert_pack)
-    pack = open_pack(find_pack(model_path) if isinstance(expert_pack, bool) else expert_pack)
+    pack = open_pack(find_pack(model_path) if expert_pack is None or isinstance(expert_pack, bool) else expert_pack)
     check_source(pack, model_path)
     for role in (role for layer in pack.layers for role in layer.roles):
         if role.type_name in NOT_COMPUTED_TYPES:

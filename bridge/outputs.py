@@ -14,6 +14,7 @@ from ..pypack.format.pack import Pack, manifest_path
 from ..pypack.gguf.model import SHARD_NAME
 from ..pypack.system.output_file import open_output, refuse_same_file, what_to_give
 from ..pypack.trace.format import MAGIC
+from ..pypack.values.options import ExpertOptions
 from ._provider import ffi, lib
 
 __all__ = ["TraceFile", "check_outputs", "path_of_child"]
@@ -25,7 +26,7 @@ class TraceFile:
     """The file of a trace, locked until it is closed. A server that sleeps and wakes gives it to one store after another:
     one run, one trace."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
         self._fd = -1
         self._pid = os.getpid()
@@ -35,7 +36,7 @@ class TraceFile:
     def begin(self, header: bytes) -> Any:
         """The native trace of a store whose model has this header. Raises :class:`UsageError`."""
         if self._fd < 0:
-            self._start(header)
+            self._open(header)
         elif header != self._header:
             raise UsageError(
                 f"{self.path}: the expert trace was begun with another model or policy, and can't go on with this one: "
@@ -52,7 +53,7 @@ class TraceFile:
             os.close(self._fd)
             self._fd = -1
 
-    def _start(self, header: bytes) -> None:
+    def _open(self, header: bytes) -> None:
         try:
             self._fd = open_output(self.path, _is_trace, "an expert trace")
             os.ftruncate(self._fd, 0)
@@ -71,9 +72,10 @@ def _is_trace(head: bytes) -> bool:
     return head.startswith(MAGIC)
 
 
-def check_outputs(model_path: str, pack: Pack, outputs: dict[str, str | None]) -> None:
-    """``outputs``: path by option, None if it is not given. Raises :class:`UsageError` if writing one would destroy a
-    file of the model, of the pack, or another output."""
+def check_outputs(model_path: str, pack: Pack, options: ExpertOptions) -> None:
+    """Raises :class:`UsageError` if writing an output that the options name would destroy a file of the model, of the pack,
+    or the other output."""
+    outputs = {"expert_trace": options.expert_trace, "expert_stats_path": options.expert_stats_path}
     given = {option: path for option, path in outputs.items() if path is not None}
     if given:
         inputs: dict[str, str | Path] = {"the model": model_path, **_other_shards(Path(model_path))}

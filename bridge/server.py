@@ -1,6 +1,6 @@
 """``llama-server``: upstream's server, in this process, with the routed experts of its model from a pack.
 
-All arguments go to llama.cpp's own parser, which knows ours too (native/src/expert_args.cpp).
+All arguments go to llama.cpp's own parser, which knows ours too (native/src/server/expert_args.cpp).
 """
 
 from __future__ import annotations

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..pypack.errors import ExpertPackError, UsageError
 from ..pypack.format.layout import payload_bytes
 from ..pypack.format.pack import Pack
-from ..pypack.policy import DEFAULT_POLICY
+from ..pypack.placement.budget import cache_room
 from ..pypack.printable import printable
 from ..pypack.stats.counters import ExpertStats
 from ..pypack.stats.stats_file import StatsWriter
-from ..pypack.values.checks import as_number, check_path, shown
-from ..pypack.values.sizes import parse_size
+from ..pypack.values.flags import flag_help, flag_off, flag_variable, values_of_flags, with_flags
+from ..pypack.values.options import OPTIONS, ExpertOptions, is_pack
 from ._server import ffi, lib
 from .model_pack import gpu_layers, open_checked, working_set
 from .outputs import TraceFile, check_outputs, path_of_child
@@ -27,65 +29,52 @@ from .provider import Provider
 
 _log = logging.getLogger(__name__)
 
-_HALF_OF_FREE = (1 << 64) - 1  # UINT64_MAX
-_KEYWORD = re.compile(
-    r"(?<![\w./-])(expert_(?:cache_reserve|cache|direct_io|pack|policy|read_splits|stage_slots|stats_interval"
-    r"|stats_path|trace|verify))(=\w+)?(?![\w/-]|\.\w)"
-)
-_FLAGS = {
-    "expert_direct_io=False": "--no-expert-direct-io",
-    "expert_pack=True": "--expert-pack auto",
-    "expert_stats_path": "--expert-stats-file",
-}
-
 
 def run(arguments: list[bytes], executable: bytes) -> int:
     """llama-server's main: ``arguments`` with the program's name first; ``executable``: what a router starts."""
     strings = [ffi.new("char[]", argument) for argument in arguments]
     argv = ffi.new("char *[]", [*strings, ffi.NULL])
     path = ffi.new("char[]", executable)
+    flags, texts = _flags()
     launcher = ffi.new("expert_launcher *")
-    launcher.open, launcher.start = lib.expert_launcher_open, lib.expert_launcher_start
-    launcher.close, launcher.why = lib.expert_launcher_close, lib.expert_launcher_why
-    return int(lib.expert_server_main(len(strings), argv, path, launcher))
+    launcher.flags, launcher.n_flags = flags, len(flags)
+    for name in ("open_pack", "cache_room", "open_arenas", "close_pack", "why_failed"):
+        setattr(launcher, name, getattr(lib, f"expert_launcher_{name}"))
+    status = int(lib.expert_server_main(len(strings), argv, path, launcher))
+    del texts  # C held them until now
+    return status
+
+
+def _flags() -> tuple[Any, list[Any]]:
+    """[n_flags] of ``expert_flag``, and the strings that they point to."""
+    flags, texts = ffi.new("expert_flag[]", len(OPTIONS)), []
+    for flag, option in zip(flags, OPTIONS.values(), strict=True):
+        said = {"name": option.flag, "off": flag_off(option), "hint": option.hint}
+        for name, text in {**said, "help": flag_help(option), "variable": flag_variable(option)}.items():
+            texts.append(ffi.NULL if text is None else ffi.new("char[]", text.encode()))
+            setattr(flag, name, texts[-1])
+    return flags, texts
 
 
 class _Session:
     """One loaded model with its pack."""
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, given: dict[str, Any]) -> None:
         model_path = _text(request.model_path)
-        pack_path = _text(request.pack)
-        trace_path = _output("expert_trace", request.trace, request)
-        stats_path = _output("expert_stats_path", request.stats_file, request)
-        interval_s = _seconds(_given(request.stats_interval, "10"))
-        if stats_path is None and request.stats_interval != ffi.NULL:
-            raise UsageError("expert_stats_interval would have no effect without expert_stats_path: give both or none")
-        self.pack = open_checked(model_path, True if pack_path == "auto" else pack_path)
+        self.options = _of_child(ExpertOptions.checked(given), _child(request))
+        self.pack = open_checked(model_path, self.options.expert_pack)
         _refuse_contradictions(request, self.pack)
-        check_outputs(model_path, self.pack, {"expert_trace": trace_path, "expert_stats_path": stats_path})
-        self.expert_bytes = payload_bytes(gpu_layers(self.pack, request.n_gpu_layers))
-        self.options: dict[str, Any] = {
-            "cache": _given(request.cache, "auto"),
-            "policy": _given(request.policy, DEFAULT_POLICY),
-            "verify": _given(request.verify, "first"),
-            "direct_io": request.direct_io != 0,
-        }
+        check_outputs(model_path, self.pack, self.options)
+        self._fitted_bytes = payload_bytes(gpu_layers(self.pack, request.n_gpu_layers))
         pairs = (line.rpartition("=") for line in _text(request.kv_overrides).split("\n")[:-1])
-        self.provider = Provider(
-            self.pack,
-            model_path,
-            top_k=working_set(self.pack, {key: int(value) for key, _, value in pairs}),
-            reserve=_given(request.cache_reserve, "1GiB"),
-            read_splits=as_number(_given(request.read_splits, "64")),
-            stage_slots=as_number(_given(request.stage_slots, "12")),
-            trace=_the_trace(trace_path),
-            **self.options,
-        )
+        top_k = working_set(self.pack, {key: int(value) for key, _, value in pairs})
+        self.provider = Provider(self.pack, model_path, self.options, top_k=top_k, trace=_the_trace(self.options))
         self.stats_writer: StatsWriter | None = None
-        if stats_path is not None:
+        if self.options.expert_stats_path is not None:
             try:
-                self.stats_writer = StatsWriter(stats_path, interval_s, self.stats)
+                self.stats_writer = StatsWriter(
+                    self.options.expert_stats_path, self.options.expert_stats_interval, self.stats
+                )
             except BaseException:
                 self.provider.close()
                 raise
@@ -95,10 +84,9 @@ class _Session:
         now = self.provider.stats()
         return now if _counted_before is None else now.plus(_counted_before)
 
-    def cache_max(self) -> int:
-        """Bytes that the cache may take on a device; _HALF_OF_FREE where that is not a size."""
-        cache = str(self.options["cache"]).strip().lower()
-        return _HALF_OF_FREE if cache == "auto" or cache.endswith("%") else parse_size(cache, 0)
+    def cache_room(self, free_bytes: int, share: float) -> int:
+        """Bytes that fitting must leave on a device that gets this share of the layers."""
+        return cache_room(self.options.expert_cache, int(share * self._fitted_bytes), free_bytes)
 
     def info(self) -> str:
         """For /props."""
@@ -111,11 +99,14 @@ class _Session:
                 "expert_bytes": payload_bytes(layers),
                 "cache_bytes": self.provider.arena_bytes,
                 "cache_slots": self.provider.cache.n_slots,
-                **{name: value for name, value in self.options.items() if name != "cache"},
+                "policy": self.options.expert_policy,
+                "verify": self.options.expert_verify,
+                "direct_io": self.options.expert_direct_io,
             }
         )
 
     def close(self) -> None:
+        """After the model was freed, or was not loaded."""
         global _counted_before
         if self.stats_writer is not None:
             self.stats_writer.close()
@@ -127,6 +118,20 @@ _session: _Session | None = None
 _counted_before: ExpertStats | None = None  # by sessions that are closed
 _trace: TraceFile | None = None  # of all sessions; the end of the process closes it
 _kept: dict[str, Any] = {}  # strings that C holds
+
+
+def _no_effect(given: dict[str, Any], child: str | None) -> str | None:
+    """A warning if flags were given that do nothing, for there is no pack. Raises UsageError if that can't be meant."""
+    unused = [f"{name}=False" if value is False else name for name, value in given.items() if name != "expert_pack"]
+    if not unused:
+        return None
+    why = f"{', '.join(unused)} would have no effect without an expert pack"
+    if "expert_pack" not in given and child is None:  # a router passes its own flags on to all its models
+        raise UsageError(
+            f"{why}: add --expert-pack auto or the path of the pack, or leave out what has no effect "
+            "(flags, LLAMA_ARG_EXPERT_* variables and config files count; --expert-pack none makes this a warning)"
+        )
+    return why
 
 
 def _refuse_contradictions(request: Any, pack: Pack) -> None:
@@ -147,51 +152,42 @@ def _refuse_contradictions(request: Any, pack: Pack) -> None:
             )
 
 
-def _output(name: str, path: Any, request: Any) -> str | None:
-    given = _given(path, None)
-    return None if given is None else path_of_child(check_path(name, given), _given(request.child, None))
+def _of_child(options: ExpertOptions, child: str | None) -> ExpertOptions:
+    """The options with the files that this model of a router writes."""
+    trace, stats = (
+        path and path_of_child(os.fspath(path), child) for path in (options.expert_trace, options.expert_stats_path)
+    )
+    return replace(options, expert_trace=trace, expert_stats_path=stats)
 
 
-def _the_trace(path: str | None) -> TraceFile | None:
+def _the_trace(options: ExpertOptions) -> TraceFile | None:
     global _trace
-    if path is not None and _trace is None:
-        _trace = TraceFile(path)
+    if options.expert_trace is not None and _trace is None:
+        _trace = TraceFile(options.expert_trace)
     return _trace
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(f"expert_stats_interval must be a number of seconds above 0, not {shown(text)}") from None
-
-
-def with_flags(message: str) -> str:
-    """The message with the server's flags in place of the keywords of ``Llama`` that it names."""
-
-    def flag(match: re.Match[str]) -> str:
-        keyword, value = match[1], match[2] or ""
-        return _FLAGS.get(keyword + value) or _FLAGS.get(keyword, "--" + keyword.replace("_", "-")) + value
-
-    return _KEYWORD.sub(flag, message)
 
 
 # ---- what C calls
 
 
 @ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
-def expert_launcher_open(request: Any, opened: Any) -> int:
+def expert_launcher_open_pack(request: Any, opened: Any) -> int:
     global _session
     session: _Session | None = None
     try:
+        settings = (request.settings[i] for i in range(request.n_settings))
+        given = values_of_flags({_text(setting.name): _text(setting.value) for setting in settings})
+        if not is_pack(given.get("expert_pack")):
+            warning = _no_effect(given, _child(request))
+            opened.message = ffi.NULL if warning is None else _keep("message", with_flags(warning))
+            return 1
         if _session is not None:
             raise UsageError("a model with an expert pack is open already: close that one first")
-        session = _Session(request)
+        session = _Session(request, given)
         opened.store = ffi.cast("void *", session.provider.address)
         opened.counters = ffi.from_buffer("int64_t[]", session.provider.counters.array)
-        opened.cache_max, opened.expert_bytes = session.cache_max(), session.expert_bytes
     except Exception as error:
-        opened.error = _sentence(error)
+        opened.message = _sentence(error)
         if session is not None:
             session.close()  # C does not close what did not open
         return 0
@@ -200,40 +196,41 @@ def expert_launcher_open(request: Any, opened: Any) -> int:
 
 
 @ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
-def expert_launcher_start(opened: Any) -> int:
+def expert_launcher_cache_room(free_bytes: int, share: float) -> int:
+    return 0 if _session is None else _session.cache_room(free_bytes, share)
+
+
+@ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
+def expert_launcher_open_arenas(opened: Any) -> int:
     assert _session is not None
     try:
-        _session.provider.start()
+        _session.provider.open_arenas()
         opened.cache_bytes = sum(_session.provider.arena_bytes.values())
         opened.n_slots = _session.provider.cache.n_slots
         opened.info = _keep("info", _session.info())
     except Exception as error:
-        opened.error = _sentence(error)
+        opened.message = _sentence(error)
         return 0
     return 1
 
 
 @ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
-def expert_launcher_close() -> None:
-    _close()
-
-
-@ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
-def expert_launcher_why() -> Any:
-    return _keep("why", with_flags(_session.provider.take_error()) if _session is not None else "")
-
-
-def _close() -> None:
+def expert_launcher_close_pack() -> None:
     global _session
     if _session is not None:
         _session.close()
         _session = None
 
 
+@ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
+def expert_launcher_why_failed() -> Any:
+    return _keep("why", with_flags(_session.provider.take_error()) if _session is not None else "")
+
+
 def _sentence(error: Exception) -> Any:
     if not isinstance(error, ExpertPackError | OSError | ValueError):
         _log.error("the expert pack could not be opened", exc_info=error)
-    return _keep("error", with_flags(str(error) or type(error).__name__))
+    return _keep("message", with_flags(str(error) or type(error).__name__))
 
 
 def _keep(name: str, text: str) -> Any:
@@ -242,9 +239,9 @@ def _keep(name: str, text: str) -> Any:
     return _kept[name]
 
 
-def _given(chars: Any, otherwise: Any) -> Any:
-    """The flag's text, ``otherwise`` if it was not given."""
-    return otherwise if chars == ffi.NULL else _text(chars)
+def _child(request: Any) -> str | None:
+    """The router's name for the model, None without a router."""
+    return None if request.child == ffi.NULL else _text(request.child)
 
 
 def _text(chars: Any) -> str:

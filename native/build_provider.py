@@ -18,10 +18,11 @@ extern "Python" void expert_pack_prepare(void *, int32_t, const int32_t *, int32
 extern "Python" void expert_pack_read(void *, int32_t, int32_t, int32_t);
 """,
     "_server": """
-extern "Python" int expert_launcher_open(const expert_request *, expert_opened *);
-extern "Python" int expert_launcher_start(expert_opened *);
-extern "Python" void expert_launcher_close(void);
-extern "Python" const char * expert_launcher_why(void);
+extern "Python" int expert_launcher_open_pack(const expert_request *, expert_opened *);
+extern "Python" uint64_t expert_launcher_cache_room(uint64_t, double);
+extern "Python" int expert_launcher_open_arenas(expert_opened *);
+extern "Python" void expert_launcher_close_pack(void);
+extern "Python" const char * expert_launcher_why_failed(void);
 """,
 }
 

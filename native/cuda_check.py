@@ -45,8 +45,7 @@ def compile_one(source: Path, arch: str, tree: Path, cublas: Path | None) -> str
         tree / "ggml" / "include",
         tree / "ggml" / "src",
         tree / "ggml" / "src" / "ggml-cuda",
-        NATIVE / "src",
-        NATIVE / "src" / "cuda",
+        *{header.parent for header in (NATIVE / "src").glob("*/*.h")},
         NATIVE / "include",
         *([cublas] if cublas else []),
     ]

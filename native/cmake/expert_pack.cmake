@@ -2,9 +2,14 @@
 #
 # Only the files that need our headers get their folders: the others compile exactly as in stock, and a compiler cache
 # serves both builds.
-set(our_folders ${CMAKE_CURRENT_SOURCE_DIR}/include ${CMAKE_CURRENT_SOURCE_DIR}/src)
+set(rooms ${CMAKE_CURRENT_SOURCE_DIR}/src)
+set(our_folders ${CMAKE_CURRENT_SOURCE_DIR}/include)
+foreach (room base trace read store claim cpu server)
+    list(APPEND our_folders ${rooms}/${room})
+endforeach()
 
 function(expert_pack_sources target)
+    list(TRANSFORM ARGN PREPEND ${rooms}/)
     target_sources(${target} PRIVATE ${ARGN})
     set_source_files_properties(${ARGN} TARGET_DIRECTORY ${target} PROPERTIES INCLUDE_DIRECTORIES "${our_folders}")
 endfunction()
@@ -15,36 +20,37 @@ function(patched_sources target)
 endfunction()
 
 expert_pack_sources(ggml-base
-    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_registry.cpp
-    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_store.cpp
-    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_acquire.cpp
-    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_load.cpp
-    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_read.cpp
-    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_trace.cpp
-    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_trust.cpp
-    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_buffer.cpp)
-set_source_files_properties(${CMAKE_CURRENT_SOURCE_DIR}/src/expert_read.cpp TARGET_DIRECTORY ggml-base
+    store/expert_registry.cpp
+    store/expert_store.cpp
+    store/expert_acquire.cpp
+    read/expert_load.cpp
+    read/expert_read.cpp
+    trace/expert_trace.cpp
+    read/expert_trust.cpp
+    claim/expert_buffer.cpp)
+set_source_files_properties(${rooms}/read/expert_read.cpp TARGET_DIRECTORY ggml-base
     PROPERTIES INCLUDE_DIRECTORIES "${our_folders};${LLAMA_CPP_DIR}/vendor/hash") # for xxhash
-expert_pack_sources(llama ${CMAKE_CURRENT_SOURCE_DIR}/src/llama_expert.cpp)
+expert_pack_sources(llama claim/llama_expert.cpp)
 patched_sources(ggml-cpu ggml/src/ggml-cpu/ggml-cpu.c ggml/src/ggml-cpu/ggml-cpu.cpp)
 patched_sources(llama src/llama-model-loader.cpp src/llama-adapter.cpp)
 expert_pack_sources(llama-common
-    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_args.cpp
-    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_session.cpp)
+    server/expert_args.cpp
+    server/expert_params.cpp
+    server/expert_session.cpp)
 patched_sources(llama-common common/arg.cpp common/common.cpp)
 patched_sources(server-context
     tools/server/server-context.cpp tools/server/server-queue.cpp tools/server/server-task.cpp)
 expert_pack_sources(llama-server-impl
-    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_main.cpp
-    ${CMAKE_CURRENT_SOURCE_DIR}/src/expert_signals.cpp)
+    server/expert_main.cpp
+    server/expert_signals.cpp)
 patched_sources(llama-server-impl tools/server/server.cpp tools/server/server-models.cpp)
 if (EXPERT_PACK_CUDA)
-    list(APPEND our_folders ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda ${LLAMA_CPP_DIR}/ggml/src/ggml-cuda)
+    list(APPEND our_folders ${rooms}/cuda ${LLAMA_CPP_DIR}/ggml/src/ggml-cuda)
     expert_pack_sources(ggml-cuda
-        ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/expert_cuda.cu
-        ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/expert_cuda_kernels.cu
-        ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/expert_cuda_lookup.cu
-        ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/expert_cuda_segments.cu)
+        cuda/expert_cuda.cu
+        cuda/expert_cuda_kernels.cu
+        cuda/expert_cuda_lookup.cu
+        cuda/expert_cuda_segments.cu)
     patched_sources(ggml-cuda
         ggml/src/ggml-cuda/ggml-cuda.cu ggml/src/ggml-cuda/mmq.cu ggml/src/ggml-cuda/mmvq.cu
         ggml/src/ggml-cuda/mmvf.cu ggml/src/ggml-cuda/mmf.cu)

@@ -11,36 +11,24 @@ import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 from ..errors import ReadError, UsageError
 from ..format.layout import ALIGNMENT
 from ..stats.counters import Counter, Counters
-from ..values.checks import shown
 from .direct_io import WITHOUT_DIRECT_IO, PreadInto, address, aligned_buffer, open_file, pread_into, read_exact
 
 if TYPE_CHECKING:
     from ..format.pack import Pack
 
 __all__ = [
-    "READ_SPLITS_MAX",
     "RETRIES",
-    "STAGE_SLOTS_MAX",
-    "VERIFY_MODES",
     "Deliver",
     "OnDone",
     "Reader",
-    "Verify",
-    "check_verify",
 ]
-
-# of native's reading
-Verify = Literal["first", "off", "every"]
-VERIFY_MODES: tuple[Verify, ...] = ("first", "off", "every")
-READ_SPLITS_MAX = 1024
-STAGE_SLOTS_MAX = 1024  # each may be a block of page-locked memory
 
 RETRIES = 3
 OnDone = Callable[[ReadError | None], None]
@@ -205,9 +193,3 @@ class Reader:
         if code == errno.EINVAL and self._direct_io:  # some file systems open and read one page, but not more
             why += f"; direct I/O of this size seems not possible: {WITHOUT_DIRECT_IO}"
         return ReadError(f"{self._pack.path}: expert {expert} of layer {layer} could not be read: {why}", code or 0)
-
-
-def check_verify(name: str, value: object) -> None:
-    """Raises :class:`UsageError` if it is no way to verify."""
-    if value not in VERIFY_MODES:
-        raise UsageError(f"{name} must be one of {', '.join(VERIFY_MODES)}, not {shown(value)}")

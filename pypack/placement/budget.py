@@ -15,27 +15,32 @@ from numpy.typing import NDArray
 from ..errors import BudgetError
 from ..format.layout import Layer, payload_bytes
 from ..policy.pool import Pool
-from ..values.sizes import parse_size, size_text
+from ..values.sizes import is_auto, parse_size, size_text
 
-__all__ = ["PoolPlan", "cache_budget", "plan_pools"]
+__all__ = ["PoolPlan", "cache_budget", "cache_room", "plan_pools"]
 
 
 def cache_budget(
-    requested: str | int | float,
-    layers: Sequence[Layer],
-    free_bytes: int,
-    reserve_bytes: int,
-    auto_share: float = 0.5,
+    requested: str | int | float, layers: Sequence[Layer], free_bytes: int, reserve_bytes: int, device: str = "CPU"
 ) -> int:
-    """Bytes asked for by ``requested``: a size, a percentage of what is free after the reserve, or ``"auto"``.
+    """Bytes that ``requested`` comes to on a device (by its ggml name) that has ``free_bytes``: a size, a percentage of what
+    is free after the reserve, or ``"auto"``: all experts if they fit in a share of that, otherwise the share.
 
-    The rule of ``"auto"``: all experts if they fit in ``auto_share`` of what is free after the reserve, otherwise
-    that share: half of the host's memory, which others need too; all of a GPU's.
+    The share is half of the host's memory, which others need too, and all of a GPU's. Raises UsageError.
     """
     usable = max(0, free_bytes - reserve_bytes)
-    if isinstance(requested, str) and requested.strip().lower() == "auto":
-        return min(payload_bytes(layers), int(usable * auto_share))
+    if is_auto(requested):
+        return min(payload_bytes(layers), usable // 2 if device == "CPU" else usable)
     return parse_size(requested, usable, "expert_cache")
+
+
+def cache_room(requested: str | int | float, expert_bytes: int, free_bytes: int) -> int:
+    """Bytes that must stay free for the cache of ``expert_bytes`` of experts on a device that nothing was loaded on yet.
+
+    What will be free then is not known: ``"auto"`` and percentages get half of what is free now.
+    """
+    is_share = is_auto(requested) or (isinstance(requested, str) and requested.strip().endswith("%"))
+    return min(expert_bytes, free_bytes // 2 if is_share else parse_size(requested, 0, "expert_cache"))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from ..errors import UsageError
 from ..values.checks import shown
+from ..values.options import OPTIONS
 from .aged_lfu import AgedLfu
 from .base import Policy
 from .by_budget import ByBudget
@@ -20,7 +21,7 @@ from .tiny_lfu import TinyLfu
 
 __all__ = ["DEFAULT_POLICY", "POLICIES", "make_policy"]
 
-DEFAULT_POLICY = "by-budget"
+DEFAULT_POLICY: str = OPTIONS["expert_policy"].default
 
 POLICIES: dict[str, type[Policy]] = {
     "aged-lfu": AgedLfu,

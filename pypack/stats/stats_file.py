@@ -12,7 +12,6 @@ import contextlib
 import errno
 import json
 import logging
-import math
 import os
 import secrets
 import select
@@ -24,7 +23,7 @@ from pathlib import Path
 from ..errors import UsageError
 from ..system.output_file import check_writable, lock, open_output, own_stream, what_to_give
 from ..system.regular_file import check_regular
-from ..values.checks import shown
+from ..values.checks import check_seconds
 from .counters import ExpertStats
 
 __all__ = ["StatsWriter"]
@@ -47,7 +46,7 @@ class StatsWriter:
 
     def __init__(self, path: str | os.PathLike[str], interval_s: float, snapshot: Callable[[], ExpertStats]) -> None:
         self._path = Path(os.path.abspath(path))  # noqa: PTH100 (keeps links); the working folder may change
-        self._interval_s = _checked_interval(interval_s)
+        self._interval_s = min(check_seconds("the statistics interval", interval_s), threading.TIMEOUT_MAX)
         self._snapshot = snapshot
         self._target: Path | None = None  # what is replaced; None: the path gets lines
         self._locked = -1  # the file that is there now, by this run
@@ -161,14 +160,6 @@ class StatsWriter:
             return
         if self._locked < 0 or not os.path.samestat(found, os.fstat(self._locked)):
             raise OSError(errno.EEXIST, "another file has taken its place, which would be lost")
-
-
-def _checked_interval(interval_s: float) -> float:
-    """Seconds, as many as a thread can wait. Raises UsageError."""
-    with contextlib.suppress(TypeError, OverflowError):
-        if math.isfinite(interval_s) and interval_s > 0:
-            return min(interval_s, threading.TIMEOUT_MAX)
-    raise UsageError(f"the statistics interval must be a number of seconds above 0, not {shown(interval_s)}")
 
 
 def _is_statistics(head: bytes) -> bool:

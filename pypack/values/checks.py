@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UsageError
 
-__all__ = ["as_number", "check_count", "check_path", "shown"]
+__all__ = [
+    "as_number",
+    "as_seconds",
+    "check_choice",
+    "check_count",
+    "check_path",
+    "check_seconds",
+    "check_switch",
+    "shown",
+]
 
 _SHOWN_MAX = 60
 _DIGITS_MAX = 18  # what fits 63 bits for sure; int() itself refuses thousands
@@ -26,10 +38,40 @@ def as_number(text: str) -> Any:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _DIGITS_MAX else text
 
 
+def as_seconds(text: str) -> Any:
+    """The number that the text is, else the text: :func:`check_seconds` refuses that."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def check_count(name: str, value: object, least: int, most: int) -> int:
     """The value; raises :class:`UsageError` if it is no whole number from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise UsageError(f"{name} must be a whole number from {least} to {most}, not {shown(value)}")
+    return value
+
+
+def check_seconds(name: str, value: Any) -> float:
+    """The value; raises :class:`UsageError` if it is no time that can be waited for."""
+    with contextlib.suppress(TypeError, OverflowError):
+        if math.isfinite(value) and value > 0:
+            return value  # type: ignore[no-any-return]
+    raise UsageError(f"{name} must be a number of seconds above 0, not {shown(value)}")
+
+
+def check_switch(name: str, value: Any) -> bool:
+    """The value; raises :class:`UsageError` if it is neither True nor False."""
+    if value not in (True, False):
+        raise UsageError(f"{name} must be True or False, not {shown(value)}")
+    return bool(value)
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
+    """The value; raises :class:`UsageError` if it is none of the choices."""
+    if value not in choices:
+        raise UsageError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")
     return value
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ..errors import UsageError
 from .checks import shown
 
-__all__ = ["parse_size", "size_text"]
+__all__ = ["check_size", "is_auto", "parse_size", "size_text"]
 
 _UNITS = {
     "": 1, "b": 1,
@@ -48,6 +49,18 @@ def parse_size(size: str | int | float, total_bytes: int, name: str = "the size"
     if not 0 <= n_bytes < 1 << 63:
         raise UsageError(f"{name} is {shown(size)}, out of range: a size is between 0 and 8 EiB")
     return int(n_bytes)
+
+
+def is_auto(size: object) -> bool:
+    """Whether the size is ``"auto"``, which leaves it to :mod:`..placement.budget`."""
+    return isinstance(size, str) and size.strip().lower() == "auto"
+
+
+def check_size(name: str, size: Any, or_auto: bool = False) -> Any:
+    """The size as it was given; raises :class:`UsageError` like :func:`parse_size`."""
+    if not (or_auto and is_auto(size)):
+        parse_size(size, 0, name)
+    return size
 
 
 def size_text(n_bytes: int) -> str:

@@ -16,8 +16,8 @@ from llama_expert_pack.pypack.errors import NativeError
 
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
-_NAMES = ("registry", "store", "acquire", "load", "read", "trace", "trust", "buffer")
-OURS = [NATIVE / "src" / f"expert_{name}.cpp" for name in _NAMES]
+ROOMS = [NATIVE / "src" / name for name in ("base", "trace", "read", "store", "claim")]
+OURS = [path for room in ROOMS for path in room.glob("expert_*.cpp")]
 OPTIONS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fno-access-control", "-U_FORTIFY_SOURCE", "-D_GLIBCXX_ASSERTIONS"]
 SANITIZERS = ("plain", "thread", "address")
 # how many stores it makes, or loads on each thread: about the same time for each sanitizer
@@ -86,7 +86,7 @@ def built(
             raise
         pytest.skip(f"no -fsanitize={sanitizer} here: {error}")
 
-    folders = [NATIVE / "include", NATIVE / "src", source / "ggml/include", source / "ggml/src", source / "vendor/hash"]
+    folders = [NATIVE / "include", *ROOMS, source / "ggml/include", source / "ggml/src", source / "vendor/hash"]
     include = [f"-I{folder}" for folder in folders]
 
     def compiled(path: Path) -> str:

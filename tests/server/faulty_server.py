@@ -21,17 +21,18 @@ import llama_expert_pack.bridge.provider
 import llama_expert_pack.bridge.server_session
 import llama_expert_pack.pypack.drive.direct_io
 from llama_expert_pack.bridge.model_pack import open_checked as usual_open
+from llama_expert_pack.bridge.native_tables import describe_blocks
 from llama_expert_pack.bridge.server import main
 from llama_expert_pack.pypack.drive.direct_io import pread_into
 from llama_expert_pack.pypack.drive.reader import Reader
 from llama_expert_pack.pypack.errors import ReadError
 from llama_expert_pack.pypack.format.pack import Pack
+from llama_expert_pack.pypack.values.options import Verify
 from tests.server.faults import waiting_file
 
 fault_file = Path(sys.argv.pop(1))
 
 
-describe_blocks = llama_expert_pack.bridge.provider._describe_blocks
 provider: Any = llama_expert_pack.bridge.provider
 session: Any = llama_expert_pack.bridge.server_session
 
@@ -54,8 +55,8 @@ def open_checked(*arguments: Any) -> Pack:
     return usual_open(*arguments)
 
 
-def only_the_provider(pack: Pack, fd: int, check: int) -> NDArray[np.void]:
-    return describe_blocks(pack, -1, check)
+def only_the_provider(pack: Pack, fd: int, verify: Verify) -> NDArray[np.void]:
+    return describe_blocks(pack, -1, verify)
 
 
 def open_directly(path: Path, flags: int) -> int:
@@ -67,6 +68,6 @@ def open_directly(path: Path, flags: int) -> int:
 open_usually = llama_expert_pack.pypack.drive.direct_io._open
 llama_expert_pack.pypack.drive.direct_io._open = open_directly
 provider.Reader = partial(Reader, pread=pread)
-llama_expert_pack.bridge.provider._describe_blocks = only_the_provider
+provider.describe_blocks = only_the_provider
 session.open_checked = open_checked
 sys.exit(main())

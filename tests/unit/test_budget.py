@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_expert_pack.pypack.errors import BudgetError, UsageError
-from llama_expert_pack.pypack.placement.budget import cache_budget, plan_pools
+from llama_expert_pack.pypack.placement.budget import cache_budget, cache_room, plan_pools
 from llama_expert_pack.pypack.values.sizes import parse_size
 from tests.unit.fake_pack import make_layers
 
@@ -62,8 +62,16 @@ def test_auto_takes_all_experts_or_half_of_what_is_free() -> None:
     assert cache_budget("auto", layers, free_bytes=25 * MIB, reserve_bytes=5 * MIB) == 10 * MIB
     assert cache_budget("auto", layers, free_bytes=24 * MIB, reserve_bytes=5 * MIB) == 19 * MIB // 2
     assert cache_budget("auto", layers, free_bytes=MIB, reserve_bytes=5 * MIB) == 0
+    assert cache_budget("auto", layers, free_bytes=14 * MIB, reserve_bytes=5 * MIB, device="CUDA0") == 9 * MIB
     assert cache_budget("50%", layers, free_bytes=25 * MIB, reserve_bytes=5 * MIB) == 10 * MIB
     assert cache_budget("3MiB", layers, free_bytes=25 * MIB, reserve_bytes=0) == 3 * MIB
+
+
+def test_fitting_leaves_a_size_or_half_of_what_is_free_but_no_more_than_experts_take() -> None:
+    assert [cache_room(size, 10 * MIB, 12 * MIB) for size in ("auto", " AUTO ", "90%", "3MiB", "1TiB", 5)] == [
+        6 * MIB, 6 * MIB, 6 * MIB, 3 * MIB, 10 * MIB, 5
+    ]  # fmt: skip
+    assert cache_room("90%", 10 * MIB, 100 * MIB) == 10 * MIB
 
 
 def too_small(budget: int, free: int | None, reserve: int = 0) -> str:

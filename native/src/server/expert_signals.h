@@ -7,7 +7,7 @@
 // From now on the handler is called, on another thread, once for each signal that is posted, and exit() ends the process at
 // once: upstream calls it for a second signal, on whatever thread that comes to, and destructors of a launcher's libraries
 // would wait for this very thread.
-void expert_signals_start(std::function<void(int)> handler);
+void expert_signals_deliver_to(std::function<void(int)> handler);
 // The server has ended: exit() is as usual again.
 void expert_signals_end();
 // For signal handlers.

@@ -10,7 +10,7 @@ struct common_arg;
 struct common_params;
 struct llama_model_params;
 
-// Our flags, for llama.cpp's parser.
+// The launcher's flags, for llama.cpp's parser.
 std::vector<common_arg> expert_args();
 bool                    expert_arg_is(const common_arg & arg);
 
@@ -37,7 +37,7 @@ bool expert_session_is_open();
 // A model with a pack is being loaded, from the opening of the pack to that of the arenas.
 bool expert_session_is_loading();
 // Everything is loaded: opens the arenas. False: logged why.
-bool expert_session_start();
+bool expert_session_open_arenas();
 // After a decode that is no request's. False if it failed because of an expert: logged why.
 bool expert_session_check();
 // Why a decode failed: `otherwise` if not because of an expert.
@@ -49,7 +49,5 @@ std::string expert_session_metrics();
 // JSON object for /props, "" if there never was a pack.
 std::string expert_session_info();
 
-struct expert_launcher;
-void expert_session_set_launcher(const expert_launcher * launcher, const char * executable);
 // What a router starts for its models, "" for this process's own executable.
 const std::string & expert_session_executable();

@@ -30,7 +30,7 @@ static void exit_suddenly() {
 
 void expert_signals_end() { exit_is_sudden = false; }
 
-void expert_signals_start(std::function<void(int)> handler) {
+void expert_signals_deliver_to(std::function<void(int)> handler) {
     exit_is_sudden = std::atexit(exit_suddenly) == 0;
     sem_init(&posted, 0, 0);
     std::thread([handler = std::move(handler)] {

@@ -1,0 +1,75 @@
+"""What native calls: a provider's methods, by the handle that it was registered with. No exception passes through C."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ._provider import ffi, lib
+
+if TYPE_CHECKING:
+    from .provider import Provider
+
+__all__ = ["callbacks_of", "last_error", "text_of"]
+
+_log = logging.getLogger(__name__)
+
+
+def callbacks_of(handle: Any) -> Any:
+    """An ``expert_provider`` for the provider with this handle."""
+    callbacks = ffi.new("expert_provider *")
+    callbacks.abi_version, callbacks.struct_size = lib.EXPERT_ABI_VERSION, ffi.sizeof("expert_provider")
+    callbacks.user = handle
+    callbacks.open_arena, callbacks.fetch = lib.expert_pack_open_arena, lib.expert_pack_fetch
+    callbacks.prepare, callbacks.read = lib.expert_pack_prepare, lib.expert_pack_read
+    return callbacks
+
+
+def text_of(chars: Any) -> str:
+    """Native's text; what is no UTF-8 in it is replaced."""
+    return ffi.string(chars).decode(errors="replace")  # type: ignore[no-any-return]
+
+
+def last_error() -> str:
+    """Why the last call of this thread failed, one sentence."""
+    return text_of(lib.expert_last_error())
+
+
+@ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
+def expert_pack_open_arena(user: Any, device: Any, free_bytes: int, layers: Any, n_layers: int) -> int:
+    provider: Provider = ffi.from_handle(user)
+    try:
+        provider.open_arena(text_of(device), free_bytes, ffi.unpack(layers, n_layers))
+    except Exception as error:
+        provider.keep(error)
+        return 0
+    return 1
+
+
+@ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
+def expert_pack_fetch(
+    user: Any, layer: int, missing: Any, n_missing: int, active: Any, n_active: int, slots: Any
+) -> int:
+    provider: Provider = ffi.from_handle(user)
+    try:
+        taken = provider.fetch(layer, ffi.unpack(missing, n_missing), ffi.unpack(active, n_active))
+    except Exception as error:
+        provider.keep(error)
+        return 0
+    slots[0:n_missing] = taken
+    return 1
+
+
+@ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
+def expert_pack_prepare(user: Any, layer: int, fetched: Any, n_fetched: int) -> None:
+    provider: Provider = ffi.from_handle(user)
+    try:
+        provider.prepare(layer, ffi.unpack(fetched, n_fetched))
+    except Exception:  # the next fetch asks
+        _log.exception("the next slots could not be chosen")
+
+
+@ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
+def expert_pack_read(user: Any, layer: int, expert: int, slot: int) -> None:
+    provider: Provider = ffi.from_handle(user)
+    provider.read(layer, expert, slot)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_expert_pack.pypack.policy.registry import POLICIES
 
 from llama_expert_pack.pypack.errors import UsageError
+from llama_expert_pack.pypack.policy import POLICIES
 from llama_expert_pack.pypack.values.flags import flag_help, flag_off, flag_variable, values_of_flags, with_flags
 from llama_expert_pack.pypack.values.option_tables import flag_table, keyword_lines, keyword_table, with_keywords
 from llama_expert_pack.pypack.values.options import OPTIONS, ExpertOptions

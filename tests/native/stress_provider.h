@@ -4,7 +4,7 @@
 // hears of it, and all of them after each round. Which slots native may take next is random.
 #pragma once
 
-#include "expert_store.h"
+#include "expert_books.h"
 #include "stress_fakes.h"
 
 #define XXH_INLINE_ALL
@@ -84,7 +84,7 @@ static int64_t n_chosen  = 0; // that it had chosen for it
 static int64_t n_skipped = 0; // that were to be taken next and were not: in use
 
 struct books {
-    expert_store *            store  = nullptr;
+    expert_books *            store  = nullptr;
     std::vector<expert_block> blocks = ::blocks;
     std::vector<int32_t>      slot_of, place, layer_slots, layer_pool, next_slots;
     std::vector<int64_t>      owner, freq, last_use, counters, expected;

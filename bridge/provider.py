@@ -1,6 +1,6 @@
 """The expert provider: answers native's callbacks with pypack's cache and reader.
 
-native misses, takes next_slots (or --fetch--> cache chooses) --> native reads the blocks --> commit
+native misses, takes next_slots (or --choose_slots--> cache) --> native reads the blocks --> commit
                                                    while it does: --prepare--> cache chooses the next slots
                                                  if it can't: --read--> reader --> commit or fail
 """
@@ -122,7 +122,7 @@ class Provider:
         """
         if has_weights and lib.expert_store_n_claimed(self._store) == 0:
             raise NativeError(f"{self._pack.path}: the model uses none of the pack's weights")
-        if not lib.expert_store_start(self._store):
+        if not lib.expert_store_open_arenas(self._store):
             raise self._error or NativeError(_last_error())
 
     @property
@@ -205,8 +205,8 @@ class Provider:
         block_bytes = max(layer.block_bytes for layer in self._pack.layers)
         return StagingPool(self._reader, self._pack.layers, [aligned_buffer(block_bytes) for _ in range(_OWN_READS)])
 
-    def fetch(self, layer: int, missing: list[int], active: list[int]) -> list[int]:
-        return self.cache.fetch(layer, missing, active)
+    def choose_slots(self, layer: int, missing: list[int], active: list[int]) -> list[int]:
+        return self.cache.choose_slots(layer, missing, active)
 
     def prepare(self, layer: int, fetched: list[int]) -> None:
         self.cache.prepare(layer, fetched)
@@ -234,11 +234,11 @@ class Provider:
             lib.expert_store_fail(self._store, layer, expert, str(error).encode())
 
         try:
-            place = self._slots[slot]
-            if isinstance(place, StagingPool):
-                place.submit(layer, expert, deliver, done)
+            dest = self._slots[slot]
+            if isinstance(dest, StagingPool):
+                dest.submit(layer, expert, deliver, done)
             else:
-                self._reader.submit(layer, expert, place, done)
+                self._reader.submit(layer, expert, dest, done)
         except Exception as error:
             done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
 
@@ -269,7 +269,7 @@ class Provider:
         tables.freq = ffi.from_buffer("int64_t[]", self.cache.freq)
         tables.last_use = ffi.from_buffer("int64_t[]", self.cache.last_use)
         tables.counters = ffi.from_buffer("int64_t[]", self.counters.array)
-        tables.place = ffi.from_buffer("int32_t[]", self.cache.place)
+        tables.reserved_slot = ffi.from_buffer("int32_t[]", self.cache.reserved_slot)
         tables.owner = ffi.from_buffer("int64_t[]", self.cache.owner)
         tables.layer_slots = ffi.from_buffer("int32_t[]", self.cache.layer_slots)
         tables.layer_pool = ffi.from_buffer("int32_t[]", self.cache.layer_pool)
@@ -280,7 +280,7 @@ class Provider:
         callbacks = ffi.new("expert_provider *")
         callbacks.abi_version, callbacks.struct_size = lib.EXPERT_ABI_VERSION, ffi.sizeof("expert_provider")
         callbacks.user = self._handle
-        callbacks.open_arena, callbacks.fetch = lib.expert_pack_open_arena, lib.expert_pack_fetch
+        callbacks.open_arena, callbacks.choose_slots = lib.expert_pack_open_arena, lib.expert_pack_choose_slots
         callbacks.prepare, callbacks.read = lib.expert_pack_prepare, lib.expert_pack_read
         return lib.expert_store_create(os.fsencode(model_path), layers, len(self._pack.layers), tables, callbacks)
 
@@ -321,12 +321,12 @@ def expert_pack_open_arena(user: Any, device: Any, free_bytes: int, layers: Any,
 
 
 @ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
-def expert_pack_fetch(
+def expert_pack_choose_slots(
     user: Any, layer: int, missing: Any, n_missing: int, active: Any, n_active: int, slots: Any
 ) -> int:
     provider: Provider = ffi.from_handle(user)
     try:
-        taken = provider.fetch(layer, ffi.unpack(missing, n_missing), ffi.unpack(active, n_active))
+        taken = provider.choose_slots(layer, ffi.unpack(missing, n_missing), ffi.unpack(active, n_active))
     except Exception as error:
         provider.keep(error if isinstance(error, ExpertPackError) else _unexpected(error))
         return 0

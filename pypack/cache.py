@@ -5,9 +5,9 @@ Life of a slot:  free --fetch--> loading --native publishes it--> resident --fet
 
 A slot without owner is free; one that ``slot_of`` names for its owner is resident; any other is loading.
 All tables are shared with native code (``expert_tables`` of the provider header). ``slot_of``: native publishes an
-expert when its read has ended well. ``place``: where an expert is *or is being read to*. ``next_slots``: slots that
+expert when its read has ended well. ``reserved_slot``: where an expert is *or is being read to*. ``next_slots``: slots that
 may be taken next, the first one first; native takes them by itself while enough of them can go, and only else asks
-for :meth:`~ExpertCache.fetch`. They are chosen by :meth:`~ExpertCache.prepare`, at the fetch before.
+for :meth:`~ExpertCache.choose_slots`. They are chosen by :meth:`~ExpertCache.prepare`, at the fetch before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NONE = -1
 class ExpertCache:
     """Slots of any number of arenas under one numbering, for the experts of ``layers``.
 
-    Thread-safe: ``fetch`` and ``prepare`` come from the computing thread, ``rollback`` from reader threads.
+    Thread-safe: ``choose_slots`` and ``prepare`` come from the computing thread, ``rollback`` from reader threads.
     """
 
     def __init__(self, layers: Sequence[Layer], policy: Policy, counters: Counters) -> None:
@@ -43,7 +43,7 @@ class ExpertCache:
         self.freq: NDArray[np.int64] = np.zeros(n_keys, np.int64)  # [n_keys] shared
         self.last_use: NDArray[np.int64] = np.zeros(n_keys, np.int64)  # [n_keys] shared
         self.layer_slots: NDArray[np.int32] = np.zeros(len(layers), np.int32)  # [n_layers] shared
-        self.place: NDArray[np.int32] = np.full(n_keys, _NONE, np.int32)  # [n_keys] shared
+        self.reserved_slot: NDArray[np.int32] = np.full(n_keys, _NONE, np.int32)  # [n_keys] shared
         self.owner: NDArray[np.int64] = np.full(n_keys, _NONE, np.int64)  # [n_slots <= n_keys] shared; key, or -1
         self.layer_pool: NDArray[np.int32] = np.full(len(layers), _NONE, np.int32)  # [n_layers] shared
         # [n_pools <= n_layers, N_NEXT] shared
@@ -80,7 +80,7 @@ class ExpertCache:
             self.n_slots += plan.n_slots
             return first
 
-    def fetch(self, layer: int, missing: Sequence[int], active: Sequence[int]) -> list[int]:
+    def choose_slots(self, layer: int, missing: Sequence[int], active: Sequence[int]) -> list[int]:
         """Take a slot for each expert of ``missing``, in order; all of them or none. They are loading now.
 
         ``missing``, ``active``: expert numbers of the layer; arrays are fine. Free slots go first, then what
@@ -90,8 +90,8 @@ class ExpertCache:
         """
         with self._lock:
             keys = self._keys(layer, missing)
-            kept = self.place[self._keys(layer, active)]
-            if len(set(keys.tolist())) != len(keys) or (self.place[keys] != _NONE).any():
+            kept = self.reserved_slot[self._keys(layer, active)]
+            if len(set(keys.tolist())) != len(keys) or (self.reserved_slot[keys] != _NONE).any():
                 raise ValueError(f"experts {list(missing)} of layer {layer} are repeated, or have a slot already")
             pool_index = int(self.layer_pool[layer])
             if pool_index == _NONE:
@@ -102,13 +102,13 @@ class ExpertCache:
             if len(slots) < len(keys):
                 slots += self._victims(layer, len(keys) - len(slots), kept[kept != _NONE], now)
             self.owner[slots] = keys
-            self.place[keys] = slots
+            self.reserved_slot[keys] = slots
             return slots
 
     def prepare(self, layer: int, fetched: Sequence[int]) -> None:
         """Choose ``next_slots`` of the layer's pool anew: ``fetched`` have got slots, by whomever.
 
-        Only policies that rank look ahead; for the others every fetch asks :meth:`fetch`.
+        Only policies that rank look ahead; for the others every fetch asks :meth:`choose_slots`.
         """
         with self._lock:
             pool_index = int(self.layer_pool[layer])
@@ -124,7 +124,7 @@ class ExpertCache:
             key = self.owner[slot] if 0 <= slot < self.n_slots else _NONE
             if key == _NONE or self.slot_of[key] == slot:
                 raise ValueError(f"slot {slot} is not being loaded")
-            self.place[key] = _NONE
+            self.reserved_slot[key] = _NONE
             self.owner[slot] = _NONE  # the last one: native may take it now
 
     def key_of(self, slot: int) -> int:
@@ -158,7 +158,7 @@ class ExpertCache:
         chosen = self._policies[pool_index].victims(keys, n, self.freq, self.last_use, now)
         gone = keys[chosen]
         self.slot_of[gone] = _NONE
-        self.place[gone] = _NONE
+        self.reserved_slot[gone] = _NONE
         self._counters.add(Counter.EVICTIONS, n)
         victims: list[int] = slots[chosen].tolist()
         return victims
@@ -207,15 +207,17 @@ class ExpertCache:
                 key = int(self.owner[slot])
                 if key != _NONE and key not in keys:
                     wrong.append(f"slot {slot} of pool {pool_index} holds key {key}, which belongs to another pool")
-                elif key != _NONE and self.place[key] != slot:
-                    wrong.append(f"slot {slot} holds key {key}, whose place is {self.place[key]}")
+                elif key != _NONE and self.reserved_slot[key] != slot:
+                    wrong.append(f"slot {slot} holds key {key}, for which slot {self.reserved_slot[key]} is reserved")
         return wrong
 
     def _check_keys(self) -> list[str]:
         wrong: list[str] = []
-        for key, (place, published) in enumerate(zip(self.place.tolist(), self.slot_of.tolist(), strict=True)):
-            if place != _NONE and not (0 <= place < self.n_slots and self.owner[place] == key):
-                wrong.append(f"key {key} has place {place}, which it does not own")
-            if published != _NONE and published != place:
-                wrong.append(f"key {key} is published in slot {published}, but its place is {place}")
+        for key, (reserved, published) in enumerate(
+            zip(self.reserved_slot.tolist(), self.slot_of.tolist(), strict=True)
+        ):
+            if reserved != _NONE and not (0 <= reserved < self.n_slots and self.owner[reserved] == key):
+                wrong.append(f"key {key} has slot {reserved} reserved, which it does not own")
+            if published != _NONE and published != reserved:
+                wrong.append(f"key {key} is published in slot {published}, but slot {reserved} is reserved for it")
         return wrong

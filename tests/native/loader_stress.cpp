@@ -51,7 +51,7 @@ static void check_tables(const books & b) {
         }
     }
     for (size_t key = 0; key < blocks.size(); key++) {
-        check(b.place[key] == right[key], "key %zu has slot %d reserved, not %d", key, b.place[key], right[key]);
+        check(b.reserved_slot[key] == right[key], "key %zu has slot %d reserved, not %d", key, b.reserved_slot[key], right[key]);
         check(b.slot_of[key] == right[key], "key %zu is published in slot %d, not %d", key, b.slot_of[key], right[key]);
     }
     check(b.got.empty() && !b.by_fetch, "a fetch was not followed by prepare()");
@@ -181,10 +181,10 @@ static void run_store(uint32_t seed, fake_device ** devices) {
             b.never_right[key] = fault != BLOCK_RIGHT && fault != BLOCK_SHORT_FILE;
         }
     }
-    const expert_tables   tables   = {b.slot_of.data(), b.freq.data(), b.last_use.data(), b.counters.data(), b.place.data(),
-            b.owner.data(), b.layer_slots.data(), b.layer_pool.data(), b.next_slots.data(), b.blocks.data(), n_reads, n_parts,
-            chance(50)};
-    const expert_provider provider = {EXPERT_ABI_VERSION, sizeof(expert_provider), &b, open_arena, fetch, prepare, read};
+    const expert_tables   tables = {b.slot_of.data(), b.freq.data(), b.last_use.data(), b.counters.data(), b.reserved_slot.data(),
+          b.owner.data(), b.layer_slots.data(), b.layer_pool.data(), b.next_slots.data(), b.blocks.data(), n_reads, n_parts,
+          chance(50)};
+    const expert_provider provider = {EXPERT_ABI_VERSION, sizeof(expert_provider), &b, open_arena, choose_slots, prepare, read};
     b.store = expert_books_of(expert_store_create(pack_path.c_str(), layers.data(), (int32_t) layers.size(), &tables, &provider));
     check(b.store, "no store: %s", expert_last_error());
     for (size_t l = 0; l < layers.size(); l++) {
@@ -192,7 +192,7 @@ static void run_store(uint32_t seed, fake_device ** devices) {
     }
     const int      trace_fd = open("/dev/null", O_WRONLY);
     expert_trace * trace    = expert_trace_new(trace_fd, "/dev/null");
-    check(expert_store_trace(b.store, trace) && expert_store_start(b.store), "no start: %s", expert_last_error());
+    check(expert_store_trace(b.store, trace) && expert_store_open_arenas(b.store), "no start: %s", expert_last_error());
     b.store->loader.readers.polling = chance(20);
 
     bool freed_at_once = false;

@@ -168,7 +168,7 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
     return find_arena(books, dev);
 }
 
-int expert_store_start(expert_store * store) {
+int expert_store_open_arenas(expert_store * store) {
     if (is_gone(expert_books_of(store))) {
         return 0;
     }

@@ -25,11 +25,11 @@ static std::vector<int32_t> take_next_slots(
     for (size_t i = 0; i < missing.size(); i++) {
         const int64_t victim = tables.owner[chosen[i]];
         if (victim >= 0) {
-            tables.slot_of[victim] = tables.place[victim] = -1;
+            tables.slot_of[victim] = tables.reserved_slot[victim] = -1;
             expert_count(&tables.counters[EXPERT_EVICTIONS], 1);
         }
-        tables.owner[chosen[i]]              = first_key + missing[i];
-        tables.place[first_key + missing[i]] = chosen[i];
+        tables.owner[chosen[i]]                      = first_key + missing[i];
+        tables.reserved_slot[first_key + missing[i]] = chosen[i];
     }
     return chosen;
 }
@@ -39,8 +39,8 @@ static std::vector<int32_t> ask_for_slots(
     const expert_books * books, int32_t layer, const std::vector<int32_t> & missing, const std::vector<int32_t> & active) {
     const expert_provider & provider = books->provider;
     std::vector<int32_t>    slots(missing.size(), -1);
-    const bool              ok = provider.fetch(provider.user, layer, missing.data(), (int32_t) missing.size(), active.data(),
-                                     (int32_t) active.size(), slots.data()) != 0 &&
+    const bool ok = provider.choose_slots(provider.user, layer, missing.data(), (int32_t) missing.size(), active.data(),
+                        (int32_t) active.size(), slots.data()) != 0 &&
                     *std::min_element(slots.begin(), slots.end()) >= 0;
     return ok ? slots : std::vector<int32_t>();
 }

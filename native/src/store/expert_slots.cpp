@@ -82,8 +82,8 @@ void expert_drop_unchecked(expert_books * books) {
         if (key < 0 || tables.slot_of[key] != (int32_t) slot || books->slot_checked[slot]) {
             continue;
         }
-        tables.slot_of[key] = tables.place[key] = -1;
-        tables.owner[slot]                      = -1;
+        tables.slot_of[key] = tables.reserved_slot[key] = -1;
+        tables.owner[slot]                              = -1;
         expert_count(&tables.counters[EXPERT_EVICTIONS], 1);
         books->slot_arena[slot]->touched = true; // the device's table must not name it
     }

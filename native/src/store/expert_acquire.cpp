@@ -11,9 +11,7 @@ bool expert_interrupted(void) { return interrupted; }
 
 static void count_acquire(expert_books * books, int32_t index, const std::vector<int32_t> & active, int64_t n_rows) {
     const expert_tables & tables = books->tables;
-    if (books->trace) {
-        expert_trace_acquire(*books->trace, index, active, n_rows, tables.layer_slots[index]);
-    }
+    expert_trace_acquire(*books->trace, index, active, n_rows, tables.layer_slots[index]);
     const int64_t now    = ++books->now;
     int64_t       n_hits = 0;
     for (int32_t expert : active) {
@@ -125,13 +123,6 @@ static std::unique_lock<std::mutex> take_store(expert_books * books, int32_t lay
     return lock;
 }
 
-// A fetch that does not follow from an acquire of this op has a record of its own.
-static void forget_implied(expert_books * books) {
-    if (books->trace) {
-        books->trace->implied = false;
-    }
-}
-
 // The tables may be no more: nothing is counted.
 static bool is_gone(expert_books * books) {
     if (!books->gone) {
@@ -176,7 +167,7 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
     if (is_gone(books)) {
         return;
     }
-    forget_implied(books);
+    books->trace->implied = false; // a fetch that does not follow from an acquire of this op has a record of its own
     if (bad_id) {
         books->error = "the router of " + std::string(role.tensor) + " chose expert " + std::to_string(*bad_id) + " of " +
                        std::to_string(layer.n_expert);
@@ -208,7 +199,6 @@ bool expert_layer_begin(expert_store * store, int32_t layer, const std::vector<i
     books->op.as_they_come = false;
     books->op.todo         = experts;
     if (n_rows > 0) {
-        forget_implied(books);
         count_acquire(books, layer, experts, n_rows);
     }
     next_pass(books, lock);

@@ -160,9 +160,8 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
     }
     {
         std::lock_guard<std::mutex> lock(books->mutex);
-        for (size_t i = 0; i < layers.size() && books->trace; i++) {
-            const int32_t n_slots = books->tables.layer_slots[layers[i]];
-            expert_trace_slots(*books->trace, layers[i], (int32_t) books->arenas.size() - 1, n_slots);
+        for (int32_t layer : layers) {
+            expert_trace_slots(*books->trace, layer, (int32_t) books->arenas.size() - 1, books->tables.layer_slots[layer]);
         }
     }
     return find_arena(books, dev);

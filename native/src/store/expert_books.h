@@ -43,11 +43,12 @@ struct expert_books final : expert_store, expert_slots {
     std::vector<char>                          slot_checked; // [slot] the digest of what is in it was compared when it was read
     bool                                       busy = false; // an op holds the store
     expert_op                                  op;
-    std::vector<uint32_t>                      roles_seen;       // [layer] roles computed since the layer was last acquired
-    int64_t                                    now = 0;          // number of the last acquire
-    std::string                                error;            // why the last failed decode failed
-    expert_trace *                             trace  = nullptr; // the provider's; NULL: nobody wants one
-    bool                                       broken = false;   // bytes were handed out wrong: the next op fails
+    std::vector<uint32_t>                      roles_seen; // [layer] roles computed since the layer was last acquired
+    int64_t                                    now = 0;    // number of the last acquire
+    std::string                                error;      // why the last failed decode failed
+    expert_trace                               no_trace;
+    expert_trace *                             trace  = &no_trace; // the provider's, or that: nobody wants one
+    bool                                       broken = false;     // bytes were handed out wrong: the next op fails
 
     expert_loader loader{layers, tables, *this}; // the last member: its threads use the others
 

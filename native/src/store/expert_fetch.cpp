@@ -81,7 +81,7 @@ bool expert_fetch_missing(expert_books * books, std::unique_lock<std::mutex> & l
     }
     const bool ok = !slots.empty();
     lock.lock();
-    if (ok && books->trace) {                                                     // before a read can fail
+    if (ok) {                                                                     // before a read can fail
         std::rotate(active.begin(), active.end() - missing.size(), active.end()); // the missing ones first
         expert_trace_fetch(*books->trace, layer, active, missing.size());
     }

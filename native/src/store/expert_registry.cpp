@@ -175,11 +175,10 @@ int expert_store_trace(expert_store * store, expert_trace * trace) {
         return 1;
     }
     std::lock_guard<std::mutex> lock(books->mutex);
-    const bool                  ok = !books->trace || expert_trace_end(*books->trace, books->tables.counters);
-    books->trace                   = trace;
-    if (trace) {
-        expert_trace_begin(*trace);
-    }
+    const bool                  none = books->trace == &books->no_trace;
+    const bool                  ok   = none || expert_trace_end(*books->trace, books->tables.counters);
+    books->trace                     = trace ? trace : &books->no_trace;
+    expert_trace_begin(*books->trace);
     return ok;
 }
 

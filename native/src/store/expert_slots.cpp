@@ -67,9 +67,7 @@ void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, in
 void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, const char * why) {
     expert_books *              books = expert_books_of(store);
     std::lock_guard<std::mutex> lock(books->mutex);
-    if (books->trace) {
-        expert_trace_read_failed(*books->trace, layer, expert);
-    }
+    expert_trace_read_failed(*books->trace, layer, expert);
     if (books->read_ended(layer, expert)) {
         books->fail(why);
     }

@@ -84,7 +84,7 @@ static void put_head(expert_trace & trace, int32_t layer, record_kind kind, uint
 
 static void put_record(
     expert_trace & trace, int32_t layer, record_kind kind, uint32_t number, const int32_t * ids, size_t n_ids) {
-    if (trace.failed) {
+    if (trace.failed || trace.fd < 0) {
         return;
     }
     const size_t start = trace.buffer.size();

@@ -20,7 +20,7 @@ def callbacks_of(handle: Any) -> Any:
     callbacks = ffi.new("expert_provider *")
     callbacks.abi_version, callbacks.struct_size = lib.EXPERT_ABI_VERSION, ffi.sizeof("expert_provider")
     callbacks.user = handle
-    callbacks.open_arena, callbacks.fetch = lib.expert_pack_open_arena, lib.expert_pack_fetch
+    callbacks.open_arena, callbacks.choose_slots = lib.expert_pack_open_arena, lib.expert_pack_choose_slots
     callbacks.prepare, callbacks.read = lib.expert_pack_prepare, lib.expert_pack_read
     return callbacks
 
@@ -47,12 +47,12 @@ def expert_pack_open_arena(user: Any, device: Any, free_bytes: int, layers: Any,
 
 
 @ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
-def expert_pack_fetch(
+def expert_pack_choose_slots(
     user: Any, layer: int, missing: Any, n_missing: int, active: Any, n_active: int, slots: Any
 ) -> int:
     provider: Provider = ffi.from_handle(user)
     try:
-        taken = provider.fetch(layer, ffi.unpack(missing, n_missing), ffi.unpack(active, n_active))
+        taken = provider.choose_slots(layer, ffi.unpack(missing, n_missing), ffi.unpack(active, n_active))
     except Exception as error:
         provider.keep(error)
         return 0

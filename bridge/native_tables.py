@@ -63,7 +63,7 @@ def describe_layers(layers: Sequence[Layer]) -> Any:
 def share_tables(cache: ExpertCache, counters: Counters, blocks: NDArray[np.void]) -> Any:
     """An ``expert_tables`` with the arrays, which the caller keeps alive; how to read is left to fill in."""
     tables = ffi.new("expert_tables *")
-    for name in ("slot_of", "place", "layer_slots", "layer_pool", "next_slots"):
+    for name in ("slot_of", "reserved_slot", "layer_slots", "layer_pool", "next_slots"):
         setattr(tables, name, ffi.from_buffer("int32_t[]", getattr(cache, name)))
     for name in ("freq", "last_use", "owner"):
         setattr(tables, name, ffi.from_buffer("int64_t[]", getattr(cache, name)))

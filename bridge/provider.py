@@ -1,6 +1,6 @@
 """The expert provider: answers native's callbacks with pypack's cache and reader.
 
-native misses, takes next_slots (or --fetch--> cache chooses) --> native reads the blocks --> commit
+native misses, takes next_slots (or --choose_slots--> cache) --> native reads the blocks --> commit
                                                    while it does: --prepare--> cache chooses the next slots
                                                  if it can't: --read--> reader --> commit or fail
 """
@@ -88,7 +88,7 @@ class Provider:
         """
         if has_weights and lib.expert_store_n_claimed(self._store) == 0:
             raise NativeError(f"{self._pack.path}: the model uses none of the pack's weights")
-        if not lib.expert_store_start(self._store):
+        if not lib.expert_store_open_arenas(self._store):
             raise self._error or NativeError(last_error())
 
     @property
@@ -169,9 +169,9 @@ class Provider:
         sizes = [pool.block_bytes for pool in plan.pools for _ in range(pool.n_slots)]
         return [arena[o : o + n] for o, n in zip(offsets.tolist(), sizes, strict=True)]
 
-    def fetch(self, layer: int, missing: list[int], active: list[int]) -> list[int]:
+    def choose_slots(self, layer: int, missing: list[int], active: list[int]) -> list[int]:
         """[len(missing)] slots for the missing experts, from which none of ``active`` is taken."""
-        return self.cache.fetch(layer, missing, active)
+        return self.cache.choose_slots(layer, missing, active)
 
     def prepare(self, layer: int, fetched: list[int]) -> None:
         """The experts ``fetched`` have got slots: choose those that may be taken next."""
@@ -203,8 +203,8 @@ class Provider:
             lib.expert_store_fail(self._store, layer, expert, str(error).encode())
 
         try:
-            place = self._slots[slot]
-            self._reader.submit(layer, expert, deliver if place is None else place, done)
+            dest = self._slots[slot]
+            self._reader.submit(layer, expert, deliver if dest is None else dest, done)
         except Exception as error:
             done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
 

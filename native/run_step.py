@@ -38,7 +38,6 @@ class Screen:
         self._started = time.monotonic()
         self._first = self._tenth = -1
         self._count_started = self._started
-        self._title = title
         self._width = 0
         self.say(title)
 

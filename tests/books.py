@@ -26,14 +26,14 @@ def _wrong_slots(cache: ExpertCache) -> list[str]:
             key = int(cache.owner[slot])
             if key != NONE and pool_of_key[key] != pool_index:
                 wrong.append(f"slot {slot} of pool {pool_index} holds key {key}, which belongs to another pool")
-            elif key != NONE and cache.place[key] != slot:
-                wrong.append(f"slot {slot} holds key {key}, whose place is {cache.place[key]}")
+            elif key != NONE and cache.reserved_slot[key] != slot:
+                wrong.append(f"slot {slot} holds key {key}, whose place is {cache.reserved_slot[key]}")
     return wrong
 
 
 def _wrong_keys(cache: ExpertCache) -> list[str]:
     wrong: list[str] = []
-    for key, (place, published) in enumerate(zip(cache.place.tolist(), cache.slot_of.tolist(), strict=True)):
+    for key, (place, published) in enumerate(zip(cache.reserved_slot.tolist(), cache.slot_of.tolist(), strict=True)):
         if place != NONE and not (0 <= place < cache.n_slots and cache.owner[place] == key):
             wrong.append(f"key {key} has place {place}, which it does not own")
         if published != NONE and published != place:

@@ -37,7 +37,7 @@ static void read_next(expert_read_pool & pool, char * buffer) {
         }
         read_next(pool, buffer);
     };
-    if (!pool.start(read)) {
+    if (!pool.submit(read)) {
         fprintf(stderr, "native_read: no threads\n");
         exit(1);
     }

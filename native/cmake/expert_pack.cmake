@@ -2,16 +2,22 @@
 #
 # Only the files that need our headers get their folders: the others compile exactly as in stock, and a compiler cache
 # serves both builds.
-set(rooms ${CMAKE_CURRENT_SOURCE_DIR}/src)
-set(our_folders ${CMAKE_CURRENT_SOURCE_DIR}/include)
-foreach (room base trace read store claim cpu server)
-    list(APPEND our_folders ${rooms}/${room})
-endforeach()
+set(our_folders ../include base trace read store claim cpu cuda server) # see src/README.md
+list(TRANSFORM our_folders PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/src/)
 
-function(expert_pack_sources target)
-    list(TRANSFORM ARGN PREPEND ${rooms}/)
+# Further arguments: files of the room, which sees itself and the rooms before it.
+function(expert_pack_sources target room)
+    list(TRANSFORM ARGN PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/src/${room}/)
     target_sources(${target} PRIVATE ${ARGN})
-    set_source_files_properties(${ARGN} TARGET_DIRECTORY ${target} PROPERTIES INCLUDE_DIRECTORIES "${our_folders}")
+    list(FIND our_folders ${CMAKE_CURRENT_SOURCE_DIR}/src/${room} last)
+    math(EXPR n_folders "${last} + 1")
+    list(SUBLIST our_folders 0 ${n_folders} folders)
+    if (room STREQUAL read)
+        list(APPEND folders ${LLAMA_CPP_DIR}/vendor/hash) # xxhash
+    elseif (room STREQUAL cuda)
+        list(APPEND folders ${LLAMA_CPP_DIR}/ggml/src/ggml-cuda)
+    endif()
+    set_source_files_properties(${ARGN} TARGET_DIRECTORY ${target} PROPERTIES INCLUDE_DIRECTORIES "${folders}")
 endfunction()
 
 function(patched_sources target)
@@ -19,38 +25,24 @@ function(patched_sources target)
     set_source_files_properties(${ARGN} TARGET_DIRECTORY ${target} PROPERTIES INCLUDE_DIRECTORIES "${our_folders}")
 endfunction()
 
-expert_pack_sources(ggml-base
-    store/expert_registry.cpp
-    store/expert_store.cpp
-    store/expert_acquire.cpp
-    read/expert_load.cpp
-    read/expert_read.cpp
-    trace/expert_trace.cpp
-    read/expert_trust.cpp
-    claim/expert_buffer.cpp)
-set_source_files_properties(${rooms}/read/expert_read.cpp TARGET_DIRECTORY ggml-base
-    PROPERTIES INCLUDE_DIRECTORIES "${our_folders};${LLAMA_CPP_DIR}/vendor/hash") # for xxhash
-expert_pack_sources(llama claim/llama_expert.cpp)
+expert_pack_sources(ggml-base base expert_error.cpp)
+expert_pack_sources(ggml-base trace expert_trace.cpp)
+expert_pack_sources(ggml-base read expert_loader.cpp expert_read.cpp expert_trust.cpp)
+expert_pack_sources(ggml-base store
+    expert_acquire.cpp expert_arena.cpp expert_fetch.cpp expert_registry.cpp expert_slots.cpp)
+expert_pack_sources(ggml-base claim expert_buffer.cpp)
+expert_pack_sources(llama claim llama_expert.cpp)
 patched_sources(ggml-cpu ggml/src/ggml-cpu/ggml-cpu.c ggml/src/ggml-cpu/ggml-cpu.cpp)
 patched_sources(llama src/llama-model-loader.cpp src/llama-adapter.cpp)
-expert_pack_sources(llama-common
-    server/expert_args.cpp
-    server/expert_params.cpp
-    server/expert_session.cpp)
+expert_pack_sources(llama-common server expert_args.cpp expert_params.cpp expert_session.cpp)
 patched_sources(llama-common common/arg.cpp common/common.cpp)
 patched_sources(server-context
     tools/server/server-context.cpp tools/server/server-queue.cpp tools/server/server-task.cpp)
-expert_pack_sources(llama-server-impl
-    server/expert_main.cpp
-    server/expert_signals.cpp)
+expert_pack_sources(llama-server-impl server expert_main.cpp expert_signals.cpp)
 patched_sources(llama-server-impl tools/server/server.cpp tools/server/server-models.cpp)
 if (EXPERT_PACK_CUDA)
-    list(APPEND our_folders ${rooms}/cuda ${LLAMA_CPP_DIR}/ggml/src/ggml-cuda)
-    expert_pack_sources(ggml-cuda
-        cuda/expert_cuda.cu
-        cuda/expert_cuda_kernels.cu
-        cuda/expert_cuda_lookup.cu
-        cuda/expert_cuda_segments.cu)
+    expert_pack_sources(ggml-cuda cuda
+        expert_cuda.cu expert_cuda_kernels.cu expert_cuda_lookup.cu expert_cuda_segments.cu)
     patched_sources(ggml-cuda
         ggml/src/ggml-cuda/ggml-cuda.cu ggml/src/ggml-cuda/mmq.cu ggml/src/ggml-cuda/mmvq.cu
         ggml/src/ggml-cuda/mmvf.cu ggml/src/ggml-cuda/mmf.cu)
@@ -73,18 +65,15 @@ bridge_module(_provider expert_provider.h ggml-base)
 bridge_module(_server expert_server.h llama-server-impl)
 
 set(libraries ggml-base ggml-cpu ggml llama llama-common mtmd llama-server-impl)
+set(cuda false)
 if (EXPERT_PACK_CUDA)
     list(APPEND libraries ggml-cuda)
+    set(cuda true)
 endif()
 add_custom_target(expert_pack_libraries ALL DEPENDS ${libraries})
 
 # what bridge checks before it loads anything
 list(JOIN EXPERT_PACK_CPU_FEATURES "\", \"" features)
-if (EXPERT_PACK_CUDA)
-    set(cuda true)
-else()
-    set(cuda false)
-endif()
 file(WRITE ${CMAKE_BINARY_DIR}/build_info.json
     "{\"source\": \"${LLAMA_CPP_PIN}\", \"cpu_features\": [\"${features}\"], \"cuda\": ${cuda}}\n")
 

@@ -7,7 +7,7 @@
 //   3. Before the first use of a device the store asks open_arena(): the provider decides its size in bytes.
 //   4. A MUL_MAT_ID on a claimed weight looks its experts up in slot_of[]. All there: no callback is made.
 //   5. Else native takes slots for the missing experts from next_slots[], which the provider chose before; if they
-//      don't do, fetch() asks the provider to choose. Native reads the blocks by itself. While it does,
+//      don't do, choose_slots() asks the provider. Native reads the blocks by itself. While it does,
 //      prepare() lets the provider choose the next ones: its time is hidden behind the reads.
 //   6. What native can't read, or reads wrong, it asks the provider to read(): the one with retries and messages.
 //      Such a read ends in expert_store_commit() or expert_store_fail(), from any thread.
@@ -75,20 +75,20 @@ typedef struct expert_block {
 
 // Shared memory, owned by the provider, alive until expert_store_free().
 typedef struct expert_tables {
-    int32_t *      slot_of;     // [n_keys] slot that holds the expert, -1: none. Native sets, both clear
-    int64_t *      freq;        // [n_keys] acquires that asked for it. Native writes
-    int64_t *      last_use;    // [n_keys] number of the last acquire that asked for it. Native writes
-    int64_t *      counters;    // [EXPERT_COUNTERS]
-    int32_t *      place;       // [n_keys] slot that holds it or is being filled with it, -1: none. Both write
-    int64_t *      owner;       // [n_slots] key of the expert that has the slot as its place, -1: free. Both write
-    int32_t *      layer_slots; // [n_layers] slots that the layer may use. Provider writes in open_arena
-    int32_t *      layer_pool;  // [n_layers] pool that they belong to. Provider writes in open_arena
-    int32_t *      next_slots;  // [n_pools][EXPERT_NEXT_SLOTS] to be taken next, in this order; -1 ends them. Provider writes
-    expert_block * blocks;      // [n_keys]
-    int32_t        n_reads;     // blocks that native reads at the same time, 1 at least
-    int32_t        n_parts;     // that it cuts each of them into at most, 1 at least
-    int32_t        is_direct;   // the files are open for direct I/O
-    int32_t        recheck;     // some of the reads whose check is 0 are checked all the same: a drive may begin to lie
+    int32_t *      slot_of;       // [n_keys] slot that holds the expert, -1: none. Native sets, both clear
+    int64_t *      freq;          // [n_keys] acquires that asked for it. Native writes
+    int64_t *      last_use;      // [n_keys] number of the last acquire that asked for it. Native writes
+    int64_t *      counters;      // [EXPERT_COUNTERS]
+    int32_t *      reserved_slot; // [n_keys] slot that holds it or is being filled with it, -1: none. Both write
+    int64_t *      owner;         // [n_slots] key of the expert that the slot is reserved for, -1: free. Both write
+    int32_t *      layer_slots;   // [n_layers] slots that the layer may use. Provider writes in open_arena
+    int32_t *      layer_pool;    // [n_layers] pool that they belong to. Provider writes in open_arena
+    int32_t *      next_slots;    // [n_pools][EXPERT_NEXT_SLOTS] to be taken next, in this order; -1 ends them. Provider writes
+    expert_block * blocks;        // [n_keys]
+    int32_t        n_reads;       // blocks that native reads at the same time, 1 at least
+    int32_t        n_parts;       // that it cuts each of them into at most, 1 at least
+    int32_t        is_direct;     // the files are open for direct I/O
+    int32_t        recheck;       // some of the reads whose check is 0 are checked all the same: a drive may begin to lie
 } expert_tables;
 
 typedef struct expert_store expert_store;
@@ -103,10 +103,10 @@ typedef struct expert_provider {
     // device: its ggml name ("CPU", "CUDA0"); free_bytes: memory it has left now, 0 if unknown.
     int (*open_arena)(void * user, const char * device, uint64_t free_bytes, const int32_t * layers, int32_t n_layers);
     // Choose slots for missing[] without touching those of active[] (which includes missing[]), clear slot_of of
-    // what they held, set place and owner, and write the slots to slots[n_missing]. n_missing never exceeds what fits
+    // what they held, set reserved_slot and owner, and write the slots to slots[n_missing]. n_missing never exceeds what fits
     // beside the rest of active[].
-    int (*fetch)(void * user, int32_t layer, const int32_t * missing, int32_t n_missing, const int32_t * active, int32_t n_active,
-        int32_t * slots);
+    int (*choose_slots)(void * user, int32_t layer, const int32_t * missing, int32_t n_missing, const int32_t * active,
+        int32_t n_active, int32_t * slots);
     // The experts of fetched[] have got slots, and their reads have started: choose next_slots of their pool anew.
     void (*prepare)(void * user, int32_t layer, const int32_t * fetched, int32_t n_fetched);
     // Start to read a fetched expert into its slot, and return. From any thread. Ends in commit or fail, in any case.
@@ -131,7 +131,7 @@ int expert_store_add_arena(expert_store * store, const char * device, uint64_t n
 void expert_store_loaded(expert_store * store);
 // Opens the arenas of every device that has claimed weights, so that a wrong budget is known before the first
 // decode. 1 on success, else 0 and expert_last_error(). Done on first use otherwise.
-int expert_store_start(expert_store * store);
+int expert_store_open_arenas(expert_store * store);
 // How many of the described weights the loaded model took from this store.
 int32_t expert_store_n_claimed(const expert_store * store);
 

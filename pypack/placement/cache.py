@@ -66,7 +66,7 @@ class ExpertCache(Tables):
             self.n_slots += plan.n_slots
             return first
 
-    def fetch(self, layer: int, missing: Sequence[int], active: Sequence[int]) -> list[int]:
+    def choose_slots(self, layer: int, missing: Sequence[int], active: Sequence[int]) -> list[int]:
         """Take a slot for each expert of ``missing``, in order; all of them or none. They are loading now.
 
         ``missing``, ``active``: expert numbers of the layer; arrays are fine. Experts of ``active`` and slots still
@@ -75,8 +75,8 @@ class ExpertCache(Tables):
         """
         with self._lock:
             keys = self._keys(layer, missing)
-            kept = self.place[self._keys(layer, active)]
-            if len(set(keys.tolist())) != len(keys) or (self.place[keys] != NONE).any():
+            kept = self.reserved_slot[self._keys(layer, active)]
+            if len(set(keys.tolist())) != len(keys) or (self.reserved_slot[keys] != NONE).any():
                 raise ValueError(f"experts {list(missing)} of layer {layer} are repeated, or have a slot already")
             if self.layer_pool[layer] == NONE:
                 raise ValueError(f"layer {layer} has no slots: its arena was not added")
@@ -96,7 +96,7 @@ class ExpertCache(Tables):
             key = self.owner[slot] if 0 <= slot < self.n_slots else NONE
             if key == NONE or self.slot_of[key] == slot:
                 raise ValueError(f"slot {slot} is not being loaded")
-            self.place[key] = NONE
+            self.reserved_slot[key] = NONE
             self.owner[slot] = NONE  # the last one: native may take it now
 
     def _now(self) -> int:

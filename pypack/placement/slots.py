@@ -30,7 +30,7 @@ class Tables:
 
     def __init__(self, n_keys: int) -> None:
         self.slot_of: Int32s = np.full(n_keys, NONE, np.int32)  # [n_keys] where the expert is
-        self.place: Int32s = np.full(n_keys, NONE, np.int32)  # [n_keys] where it is, or is being read to
+        self.reserved_slot: Int32s = np.full(n_keys, NONE, np.int32)  # [n_keys] where it is, or is being read to
         self.owner: NDArray[np.int64] = np.full(n_keys, NONE, np.int64)  # [n_slots <= n_keys] key
         self.freq: NDArray[np.int64] = np.zeros(n_keys, np.int64)  # [n_keys] acquires that asked for the expert
         self.last_use: NDArray[np.int64] = np.zeros(n_keys, np.int64)  # [n_keys] number of the last of them
@@ -61,9 +61,9 @@ class PoolSlots:
         gone = tables.owner[slots]
         gone = gone[gone != NONE]
         tables.slot_of[gone] = NONE
-        tables.place[gone] = NONE
+        tables.reserved_slot[gone] = NONE
         tables.owner[slots] = keys
-        tables.place[keys] = slots
+        tables.reserved_slot[keys] = slots
         return slots, len(gone)
 
     def publish(self, taken: Keys, now: int) -> None:

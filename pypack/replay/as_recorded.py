@@ -61,18 +61,18 @@ def _replay_session(trace: Trace, cache: ReplayCache, keys: NDArray[np.intp], fi
             there = cache.count(wanted, now)
             missing = wanted[~there]
             if len(wanted) <= cache.pool_of_layer[layer].n_slots and len(missing):
-                cache.fetch(layer, missing, cache.place[wanted[there]], now)
+                cache.fetch(layer, missing, cache.reserved_slot[wanted[there]], now)
         elif kind == Kind.FETCH:
-            kept = cache.place[wanted[number:]]
-            if (cache.place[wanted[:number]] != NONE).any() or (kept == NONE).any():
+            kept = cache.reserved_slot[wanted[number:]]
+            if (cache.reserved_slot[wanted[:number]] != NONE).any() or (kept == NONE).any():
                 raise _contradiction(trace, i)
             cache.fetch(layer, wanted[:number], kept, now)
             for key in failed_early:
-                if cache.place[key] == NONE:
+                if cache.reserved_slot[key] == NONE:
                     raise _contradiction(trace, i)
                 cache.read_failed(key)
             failed_early.clear()
-        elif kind == Kind.READ_FAILED and cache.place[wanted[0]] == NONE:
+        elif kind == Kind.READ_FAILED and cache.reserved_slot[wanted[0]] == NONE:
             failed_early.append(int(wanted[0]))
         elif kind == Kind.READ_FAILED:
             cache.read_failed(int(wanted[0]))

@@ -47,9 +47,9 @@ class BypassCache(ReplayCache):
         first_layer = self._first_layer[layer]
         held = np.concatenate((self._held[first_layer], missing))
         gone = self._policy.victims(held, len(held) - self._n_slots[layer], self.freq, self.last_use, now)
-        self.place[missing] = 0
-        self.place[held[gone]] = NONE
-        self._held[first_layer] = held[self.place[held] != NONE]
+        self.reserved_slot[missing] = 0
+        self.reserved_slot[held[gone]] = NONE
+        self._held[first_layer] = held[self.reserved_slot[held] != NONE]
 
 
 def future_of(start: NDArray[np.int64], keys: Keys) -> Ints:

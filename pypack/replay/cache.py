@@ -42,7 +42,7 @@ class Counts:
 class ReplayCache(Tables):
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace.n_keys)
-        self.slot_of = self.place
+        self.slot_of = self.reserved_slot
         self.counts = Counts()
         self.pool_of_layer: dict[int, PoolSlots] = {}
 
@@ -53,16 +53,16 @@ class ReplayCache(Tables):
 
     def unload(self, used: Keys) -> None:
         """All slots are empty. ``used``: the keys that had to do with the cache."""
-        held = self.place[used]
+        held = self.reserved_slot[used]
         self.owner[held[held != NONE]] = NONE
-        self.place[used] = NONE
+        self.reserved_slot[used] = NONE
         self.freq[used] = self.last_use[used] = 0
 
     def count(self, keys: Keys, now: int) -> NDArray[np.bool_]:
         """What native does at an acquire; which keys are there."""
         self.freq[keys] += 1
         self.last_use[keys] = now
-        there: NDArray[np.bool_] = self.place.take(keys) != NONE
+        there: NDArray[np.bool_] = self.reserved_slot.take(keys) != NONE
         n_hits = int(np.count_nonzero(there))
         self.counts.acquires += 1
         self.counts.hits += n_hits
@@ -80,10 +80,10 @@ class ReplayCache(Tables):
         n_slots = self.pool_of_layer[layer].n_slots
         n = n_slots - len(hits)
         if n > 0:
-            self.fetch(layer, missing[:n], self.place[hits], now)
+            self.fetch(layer, missing[:n], self.reserved_slot[hits], now)
         for i in range(n, len(missing), n_slots):
-            self.fetch(layer, missing[i : i + n_slots], self.place[:0], now)
+            self.fetch(layer, missing[i : i + n_slots], self.reserved_slot[:0], now)
 
     def read_failed(self, key: int) -> None:
-        self.owner[self.place[key]] = NONE
-        self.place[key] = NONE
+        self.owner[self.reserved_slot[key]] = NONE
+        self.reserved_slot[key] = NONE

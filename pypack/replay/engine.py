@@ -72,7 +72,7 @@ class _Run:
     def _first_miss(self, first: int, last: int) -> int:
         """The first acquire of first .. last - 1 that misses something, or last."""
         start = self._start[first]
-        there = self._cache.place.take(self._acquires.keys[start : self._start[last]]) != NONE
+        there = self._cache.reserved_slot.take(self._acquires.keys[start : self._start[last]]) != NONE
         n_there = int(there.argmin())
         if there[n_there]:
             return last

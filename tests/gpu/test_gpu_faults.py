@@ -146,7 +146,7 @@ def test_slots_that_cannot_be_chosen_fail_the_decode(
     with loaded(path, **options_for(path, expert_stage_slots=2)) as llm:
         evaluate(llm, BATCHES[:n_before])
         assert llm._provider is not None
-        monkeypatch.setattr(llm._provider.cache, "fetch", full)
+        monkeypatch.setattr(llm._provider.cache, "choose_slots", full)
         llm._provider.cache.next_slots[:] = -1  # or native would not ask
         for _ in range(5):
             assert "no slots today" in decode_error(lambda: evaluate(llm, BATCHES[n_before : n_before + 1]))

@@ -116,7 +116,7 @@ static void be_a_child(expert_store * inherited) {
     alarm(30);
     if (inherited) {
         check(compute_fails(inherited), "a child computes with its parent's experts");
-        check(!expert_store_start(inherited), "a child opens its parent's arenas");
+        check(!expert_store_open_arenas(inherited), "a child opens its parent's arenas");
         check(expert_store_trace(inherited, nullptr), "a child can't leave a trace alone");
         expert_store_free(inherited);
     }

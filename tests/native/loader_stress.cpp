@@ -51,7 +51,7 @@ static void check_tables(const books & b) {
         }
     }
     for (size_t key = 0; key < blocks.size(); key++) {
-        check(b.place[key] == right[key], "key %zu has place %d, not %d", key, b.place[key], right[key]);
+        check(b.reserved_slot[key] == right[key], "key %zu has slot %d reserved, not %d", key, b.reserved_slot[key], right[key]);
         check(b.slot_of[key] == right[key], "key %zu is published in slot %d, not %d", key, b.slot_of[key], right[key]);
     }
     check(b.got.empty() && !b.by_fetch, "a fetch was not followed by prepare()");
@@ -102,7 +102,7 @@ static void check_counters(const books & b, int64_t bytes, int64_t bytes_min, in
 }
 
 static bool run_round(books & b, bool by_layer) {
-    expert_store * const store = b.store;
+    expert_books * const store = b.store;
     const int            layer = below((int) layers.size());
     const int            n     = layers[layer].n_expert;
     std::vector<int32_t> experts(n);
@@ -122,20 +122,21 @@ static bool run_round(books & b, bool by_layer) {
     b.expected[EXPERT_ACQUIRES]++;
     const int64_t read_before = b.counters[EXPERT_READ_BYTES];
     pread_bytes               = 0;
+    const expert_ref * ref    = &store->refs.at(layers[layer].roles[0].tensor);
 
     if (by_layer) {
         expert_layer_begin(store, layer, experts, (int64_t) experts.size());
     } else { // passes begin while reads go on
-        expert_op_begin(&store->refs.at(layers[layer].roles[0].tensor), rows.data(), 1, nullptr);
+        expert_op_begin(ref, rows.data(), 1, nullptr);
     }
     check_pass(b, layer);
     while (!store->op.todo.empty()) {
         nap(50, 3000); // the experts are being used
-        expert_store_next_pass(store);
+        expert_op_next(ref);
         check_pass(b, layer);
     }
     check_quiet(b);
-    const bool ok = expert_store_give_back(store);
+    const bool ok = expert_op_end(ref);
     for (std::thread & thread : b.reading) {
         thread.join();
     }
@@ -180,19 +181,19 @@ static void run_store(uint32_t seed, fake_device ** devices) {
             b.never_right[key] = fault != BLOCK_RIGHT && fault != BLOCK_SHORT_FILE;
         }
     }
-    const expert_tables   tables   = {b.slot_of.data(), b.freq.data(), b.last_use.data(), b.counters.data(), b.place.data(),
-            b.owner.data(), b.layer_slots.data(), b.layer_pool.data(), b.next_slots.data(), b.blocks.data(), n_reads, n_parts,
-            chance(50)};
-    const expert_provider provider = {EXPERT_ABI_VERSION, sizeof(expert_provider), &b, open_arena, fetch, prepare, read};
-    b.store = expert_store_create(pack_path.c_str(), layers.data(), (int32_t) layers.size(), &tables, &provider);
+    const expert_tables   tables = {b.slot_of.data(), b.freq.data(), b.last_use.data(), b.counters.data(), b.reserved_slot.data(),
+          b.owner.data(), b.layer_slots.data(), b.layer_pool.data(), b.next_slots.data(), b.blocks.data(), n_reads, n_parts,
+          chance(50)};
+    const expert_provider provider = {EXPERT_ABI_VERSION, sizeof(expert_provider), &b, open_arena, choose_slots, prepare, read};
+    b.store = expert_books_of(expert_store_create(pack_path.c_str(), layers.data(), (int32_t) layers.size(), &tables, &provider));
     check(b.store, "no store: %s", expert_last_error());
     for (size_t l = 0; l < layers.size(); l++) {
         b.store->layer_dev[l] = &devices[SHAPES[l].device]->dev;
     }
     const int      trace_fd = open("/dev/null", O_WRONLY);
     expert_trace * trace    = expert_trace_new(trace_fd, "/dev/null");
-    check(expert_store_trace(b.store, trace) && expert_store_start(b.store), "no start: %s", expert_last_error());
-    b.store->readers.polling = chance(20);
+    check(expert_store_trace(b.store, trace) && expert_store_open_arenas(b.store), "no start: %s", expert_last_error());
+    b.store->loader.readers.polling = chance(20);
 
     bool freed_at_once = false;
     for (int round = 0; round < 24 && !freed_at_once; round++) {

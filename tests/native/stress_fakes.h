@@ -194,13 +194,13 @@ static std::atomic<int>     read_faults{READ_RIGHT}; // of this round
 static std::atomic<int64_t> pread_bytes{0};
 static std::atomic<int>     n_preads{0}; // under way
 
-extern "C" ssize_t __real_pread(int fd, void * place, size_t n_bytes, off_t at);
-extern "C" ssize_t __wrap_pread(int fd, void * place, size_t n_bytes, off_t at) {
+extern "C" ssize_t __real_pread(int fd, void * dest, size_t n_bytes, off_t at);
+extern "C" ssize_t __wrap_pread(int fd, void * dest, size_t n_bytes, off_t at) {
     n_preads++;
     for (fake_device * gpu : gpus) {
         std::lock_guard<std::mutex> lock(gpu->mutex);
         for (const fake_device::copy & copy : gpu->copies) {
-            check((char *) place + n_bytes <= copy.src || place >= copy.src + copy.n_bytes, "a buffer used again too early");
+            check((char *) dest + n_bytes <= copy.src || dest >= copy.src + copy.n_bytes, "a buffer used again too early");
         }
     }
     nap(20, 1000);
@@ -210,12 +210,12 @@ extern "C" ssize_t __wrap_pread(int fd, void * place, size_t n_bytes, off_t at) 
     } else if (read_faults == READ_FAILS && chance(10)) {
         errno = EIO;
     } else {
-        n = __real_pread(fd, place, chance(5) ? std::min<size_t>(n_bytes, 4096) : n_bytes, at);
+        n = __real_pread(fd, dest, chance(5) ? std::min<size_t>(n_bytes, 4096) : n_bytes, at);
         n -= n > 0 && read_faults == READ_FAILS && chance(10); // direct I/O can't go on from there
         pread_bytes += std::max<ssize_t>(n, 0);
     }
     if (n > 0 && read_faults == READ_WRONG_BYTES && chance(10)) {
-        ((char *) place)[below((int) n)] ^= 1;
+        ((char *) dest)[below((int) n)] ^= 1;
     }
     n_preads--; // keeps errno
     return n;

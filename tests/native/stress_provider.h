@@ -4,7 +4,7 @@
 // hears of it, and all of them after each round. Which slots native may take next is random.
 #pragma once
 
-#include "expert_store.h"
+#include "expert_books.h"
 #include "stress_fakes.h"
 
 #define XXH_INLINE_ALL
@@ -84,9 +84,9 @@ static int64_t n_chosen  = 0; // that it had chosen for it
 static int64_t n_skipped = 0; // that were to be taken next and were not: in use
 
 struct books {
-    expert_store *            store  = nullptr;
+    expert_books *            store  = nullptr;
     std::vector<expert_block> blocks = ::blocks;
-    std::vector<int32_t>      slot_of, place, layer_slots, layer_pool, next_slots;
+    std::vector<int32_t>      slot_of, reserved_slot, layer_slots, layer_pool, next_slots;
     std::vector<int64_t>      owner, freq, last_use, counters, expected;
     std::vector<pool>         pools;
     const int32_t             kind = below(3); // of check, for all blocks
@@ -108,10 +108,10 @@ struct books {
     std::vector<std::thread> reading;
 
     books() :
-        slot_of(blocks.size(), -1), place(blocks.size(), -1), layer_slots(layers.size(), 0), layer_pool(layers.size(), -1),
-        next_slots(layers.size() * EXPERT_NEXT_SLOTS, -1), owner(blocks.size(), -1), freq(blocks.size(), 0),
-        last_use(blocks.size(), 0), counters(EXPERT_COUNTERS, 0), expected(EXPERT_COUNTERS, 0), never_right(blocks.size(), 0),
-        wanted(blocks.size(), 0), given(blocks.size(), 0) {}
+        slot_of(blocks.size(), -1), reserved_slot(blocks.size(), -1), layer_slots(layers.size(), 0),
+        layer_pool(layers.size(), -1), next_slots(layers.size() * EXPERT_NEXT_SLOTS, -1), owner(blocks.size(), -1),
+        freq(blocks.size(), 0), last_use(blocks.size(), 0), counters(EXPERT_COUNTERS, 0), expected(EXPERT_COUNTERS, 0),
+        never_right(blocks.size(), 0), wanted(blocks.size(), 0), given(blocks.size(), 0) {}
 };
 
 // Any slots of the pool, in any order: also slots of experts that are active, on their way, or just fetched.
@@ -234,7 +234,7 @@ static void prepare(void * user, int32_t layer, const int32_t * fetched, int32_t
     for (int i = 0; i < n_fetched; i++) {
         const int key = layers[layer].first_key + fetched[i];
         if (!b.got.count(key)) { // else it may be nowhere again
-            see_taken(b, layer, fetched[i], b.place[key]);
+            see_taken(b, layer, fetched[i], b.reserved_slot[key]);
         }
     }
     check((int) b.got.size() == n_fetched, "%zu experts have got slots, not %d", b.got.size(), n_fetched);
@@ -257,8 +257,8 @@ static void prepare(void * user, int32_t layer, const int32_t * fetched, int32_t
 
 // ---- callbacks
 
-static int fetch(void * user, int32_t layer, const int32_t * missing, int32_t n_missing, const int32_t * active, int32_t n_active,
-    int32_t * slots) {
+static int choose_slots(void * user, int32_t layer, const int32_t * missing, int32_t n_missing, const int32_t * active,
+    int32_t n_active, int32_t * slots) {
     books &       b         = *(books *) user;
     const int32_t first_key = layers[layer].first_key;
     check(n_active <= b.layer_slots[layer], "a fetch of more than fits");
@@ -295,12 +295,12 @@ static int fetch(void * user, int32_t layer, const int32_t * missing, int32_t n_
     for (int i = 0; i < n_missing; i++) {
         const int32_t victim = b.holder[slots[i]];
         if (victim >= 0) {
-            b.slot_of[victim] = b.place[victim] = -1;
+            b.slot_of[victim] = b.reserved_slot[victim] = -1;
             expert_count(&b.counters[EXPERT_EVICTIONS], 1);
         }
         book(b, layer, missing[i], slots[i]);
-        b.owner[slots[i]]               = first_key + missing[i];
-        b.place[first_key + missing[i]] = slots[i];
+        b.owner[slots[i]]                       = first_key + missing[i];
+        b.reserved_slot[first_key + missing[i]] = slots[i];
     }
     b.by_fetch = true;
     return 1;
@@ -324,7 +324,7 @@ static void read_now(books & b, int32_t layer, int32_t expert, int32_t slot) {
             b.holder[slot] = -1;
             b.failed       = true;
             b.expected[EXPERT_LOADS]--;
-            __atomic_store_n(&b.place[key], -1, __ATOMIC_RELAXED);
+            __atomic_store_n(&b.reserved_slot[key], -1, __ATOMIC_RELAXED);
             nap(50, 300);
             __atomic_store_n(&b.owner[slot], -1, __ATOMIC_RELEASE); // the last one: native may take it now
         }

@@ -249,7 +249,7 @@ def test_the_reason_is_that_of_the_last_failure(tmp_path: Path, monkeypatch: pyt
     with loaded(variant("type-Q4_K", tmp_path)) as llm:
         for _ in range(2):
             with monkeypatch.context() as patched:
-                patched.setattr(provider_of(llm).cache, "fetch", broken)
+                patched.setattr(provider_of(llm).cache, "choose_slots", broken)
                 provider_of(llm).cache.next_slots[:] = -1  # or native would not ask
                 assert decode_error(lambda: llm.eval([1, 2, 3])) == "no slots today"
             for code, why in ((errno.EIO, "Input/output error"), (errno.EINVAL, "Invalid argument")):

@@ -31,7 +31,7 @@ def test_with_all_experts_resident_native_calls_nobody(
     with loaded(path, expert_cache=pack.payload_bytes) as llm:
         every_expert(llm)
         calls: list[object] = []
-        for callback in ("fetch", "read", "open_arena"):
+        for callback in ("choose_slots", "read", "open_arena"):
             monkeypatch.setattr(type(llm._provider), callback, lambda *args: calls.append(args))
         before = llm.expert_stats()
         rewind(llm)

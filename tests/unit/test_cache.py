@@ -75,16 +75,16 @@ class CacheMachine(RuleBasedStateMachine):
         n_evictable = sum(slot in pool and key not in kept for slot, key in self.resident.items())
         published = self.cache.next_slots[self.cache.layer_pool[layer]].tolist()
         can_go = [s for s in published if s >= 0 and s not in self.loading and self.resident.get(s) not in kept]
-        tables = [t.copy() for t in (self.cache.slot_of, self.cache.place, self.cache.owner)]
+        tables = [t.copy() for t in (self.cache.slot_of, self.cache.reserved_slot, self.cache.owner)]
 
         if len(missing) > n_free + n_evictable:
             with pytest.raises(BudgetError):
-                self.cache.fetch(layer, missing, experts)
-            after = (self.cache.slot_of, self.cache.place, self.cache.owner)
+                self.cache.choose_slots(layer, missing, experts)
+            after = (self.cache.slot_of, self.cache.reserved_slot, self.cache.owner)
             assert all((a == b).all() for a, b in zip(tables, after, strict=True)), "all or nothing"
             return
 
-        slots = self.cache.fetch(layer, missing, experts)
+        slots = self.cache.choose_slots(layer, missing, experts)
         assert len(set(slots)) == len(slots) == len(missing)
         victims = [slot for slot in slots if slot in self.resident]
         if len(can_go) >= len(missing):
@@ -124,13 +124,15 @@ class CacheMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted([*self.loading.values(), *self.resident.values()])))
         layer = max(i for i, layer in enumerate(self.layers) if layer.first_key <= key)
         with pytest.raises(ValueError, match="have a slot already"):
-            self.cache.fetch(layer, [key - self.layers[layer].first_key], [])
+            self.cache.choose_slots(layer, [key - self.layers[layer].first_key], [])
 
     @invariant()
     def tables_agree_with_the_model(self) -> None:
         assert wrong_books(self.cache) == []
         assert {int(s): int(k) for k, s in enumerate(self.cache.slot_of) if s >= 0} == self.resident
-        assert {int(s): int(k) for k, s in enumerate(self.cache.place) if s >= 0} == self.resident | self.loading
+        assert {
+            int(s): int(k) for k, s in enumerate(self.cache.reserved_slot) if s >= 0
+        } == self.resident | self.loading
         assert {s: int(k) for s, k in enumerate(self.cache.owner.tolist()) if k >= 0} == self.resident | self.loading
         assert self.counters.snapshot().evictions == self.n_evicted
 
@@ -147,12 +149,12 @@ def test_shared_tables_have_the_shapes_of_the_header() -> None:
         (cache.freq, np.int64, 19),
         (cache.last_use, np.int64, 19),
         (cache.layer_slots, np.int32, 3),
-        (cache.place, np.int32, 19),
+        (cache.reserved_slot, np.int32, 19),
         (cache.owner, np.int64, 19),
         (cache.layer_pool, np.int32, 3),
     ):
         assert table.dtype == dtype and table.shape == (n,) and table.flags.c_contiguous
-    shared = ("slot_of", "freq", "last_use", "place", "owner", "layer_slots", "layer_pool", "next_slots")
+    shared = ("slot_of", "freq", "last_use", "reserved_slot", "owner", "layer_slots", "layer_pool", "next_slots")
     before = [getattr(cache, name).__array_interface__["data"][0] for name in shared]
     cache.add_arena(plan_pools(layers, 5 * 4096 + 3 * 8192, 3))
     after = [getattr(cache, name).__array_interface__["data"][0] for name in shared]
@@ -165,27 +167,27 @@ def test_shared_tables_have_the_shapes_of_the_header() -> None:
 def test_the_policy_chooses_and_active_experts_stay() -> None:
     cache, counters, layer = small_cache()
     for experts in ([0], [1], [2], [3]):
-        for slot in cache.fetch(0, acquire(cache, counters, layer, experts), experts):
+        for slot in cache.choose_slots(0, acquire(cache, counters, layer, experts), experts):
             publish(cache, slot)
         cache.prepare(0, experts)
     assert acquire(cache, counters, layer, [0, 4]) == [4]
     slot_of_1 = int(cache.slot_of[1])
-    assert cache.fetch(0, [4], [0, 4]) == [slot_of_1]
+    assert cache.choose_slots(0, [4], [0, 4]) == [slot_of_1]
     assert cache.slot_of[1] == -1
     acquire(cache, counters, layer, [2, 3, 5])
     slot_of_0 = int(cache.slot_of[0])
-    assert cache.fetch(0, [5], [2, 3, 5]) == [slot_of_0]
+    assert cache.choose_slots(0, [5], [2, 3, 5]) == [slot_of_0]
     assert cache.slot_of[0] == -1, "not 2 or 3, which are older but active; not 4, which is loading"
     assert counters.snapshot().evictions == 2
 
 
 def test_a_slot_is_not_given_away_before_its_publication() -> None:
     cache, counters, layer = small_cache(n_slots=1)
-    (slot,) = cache.fetch(0, acquire(cache, counters, layer, [0]), [0])
+    (slot,) = cache.choose_slots(0, acquire(cache, counters, layer, [0]), [0])
     with pytest.raises(BudgetError):
-        cache.fetch(0, [1], [1])
+        cache.choose_slots(0, [1], [1])
     cache.slot_of[0] = slot
-    assert cache.fetch(0, [1], [1]) == [slot]
+    assert cache.choose_slots(0, [1], [1]) == [slot]
 
 
 @pytest.mark.parametrize(
@@ -194,15 +196,15 @@ def test_a_slot_is_not_given_away_before_its_publication() -> None:
 def test_wrong_experts_are_refused_and_change_nothing(missing: list[int], active: list[int]) -> None:
     cache, _, _ = small_cache()
     with pytest.raises(ValueError, match="layer 0"):
-        cache.fetch(0, missing, active)
-    assert (cache.place == -1).all() and wrong_books(cache) == []
+        cache.choose_slots(0, missing, active)
+    assert (cache.reserved_slot == -1).all() and wrong_books(cache) == []
 
 
 def test_arrays_are_as_good_as_lists_and_nothing_is_nothing() -> None:
     cache, _, _ = small_cache()
     wanted = np.array([3, 5], np.int32)
-    assert len(cache.fetch(0, wanted, wanted)) == 2  # type: ignore[arg-type]
-    assert cache.fetch(0, [], []) == []
+    assert len(cache.choose_slots(0, wanted, wanted)) == 2  # type: ignore[arg-type]
+    assert cache.choose_slots(0, [], []) == []
 
 
 def test_a_layer_without_slots_and_a_layer_with_two_pools_are_refused() -> None:
@@ -211,7 +213,7 @@ def test_a_layer_without_slots_and_a_layer_with_two_pools_are_refused() -> None:
     plan = plan_pools(layers[:1], 1 << 20, 1)
     cache.add_arena(plan)
     with pytest.raises(ValueError, match="arena was not added"):
-        cache.fetch(1, [0], [0])
+        cache.choose_slots(1, [0], [0])
     with pytest.raises(ValueError, match="does not belong"):
         cache.add_arena(plan)
     with pytest.raises(ValueError, match="does not belong"):
@@ -223,16 +225,16 @@ def test_the_next_slots_are_free_ones_then_the_policys_victims_in_its_order() ->
     cache, counters, layer = small_cache(n_slots=5)
     assert cache.next_slots[0, :6].tolist() == [0, 1, 2, 3, 4, -1]
     for expert in (0, 1, 2):
-        (slot,) = cache.fetch(0, acquire(cache, counters, layer, [expert]), [expert])
+        (slot,) = cache.choose_slots(0, acquire(cache, counters, layer, [expert]), [expert])
         publish(cache, slot)
         cache.prepare(0, [expert])
     acquire(cache, counters, layer, [0])
     cache.prepare(0, [2])
     assert cache.next_slots[0, :6].tolist() == [3, 4, 1, 2, 0, -1], "free, then by last use: 1, 2, 0"
-    assert cache.fetch(0, [5, 6, 7], [5, 6, 7, 1]) == [3, 4, 2], "1 is in use"
+    assert cache.choose_slots(0, [5, 6, 7], [5, 6, 7, 1]) == [3, 4, 2], "1 is in use"
     with pytest.raises(BudgetError, match="2 more slots are needed, but only 1 of 5 can be given up"):
-        cache.fetch(0, [3, 4], [3, 4, 1])
-    assert cache.fetch(0, [3], [3, 1]) == [0]
+        cache.choose_slots(0, [3, 4], [3, 4, 1])
+    assert cache.choose_slots(0, [3], [3, 1]) == [0]
     assert wrong_books(cache) == []
 
 
@@ -253,7 +255,7 @@ def break_publication(cache: ExpertCache) -> None:
 
 
 def break_place(cache: ExpertCache) -> None:
-    cache.place[1] = -1
+    cache.reserved_slot[1] = -1
 
 
 def one_owner_twice(cache: ExpertCache) -> None:
@@ -263,10 +265,10 @@ def one_owner_twice(cache: ExpertCache) -> None:
 @pytest.mark.parametrize("damage", [break_owner, break_publication, break_place, one_owner_twice])
 def test_check_finds_damage(damage: Callable[[ExpertCache], None]) -> None:
     cache, _, _ = small_cache()
-    for slot in cache.fetch(0, [0], [0]):
+    for slot in cache.choose_slots(0, [0], [0]):
         publish(cache, slot)
     cache.prepare(0, [0])
-    cache.fetch(0, [1], [1])
+    cache.choose_slots(0, [1], [1])
     assert wrong_books(cache) == []
     damage(cache)
     assert wrong_books(cache) != []
@@ -284,10 +286,10 @@ def test_reads_that_end_in_other_threads() -> None:
     for step in range(400):
         if len(threads) == 3:  # at most 3 x 3 slots are loading, so 3 more always fit
             threads.pop(0).join()
-        in_flight = set(np.flatnonzero(cache.place != cache.slot_of).tolist())
+        in_flight = set(np.flatnonzero(cache.reserved_slot != cache.slot_of).tolist())
         experts = [int(e) for e in rng.choice(40, 3, replace=False) if int(e) not in in_flight]
-        missing = [e for e in acquire(cache, counters, layer, experts) if cache.place[e] < 0]
-        slots = cache.fetch(0, missing, missing)
+        missing = [e for e in acquire(cache, counters, layer, experts) if cache.reserved_slot[e] < 0]
+        slots = cache.choose_slots(0, missing, missing)
         cache.prepare(0, missing)
         thread = threading.Thread(target=end, args=(slots, step % 5 == 0))
         thread.start()
@@ -295,4 +297,4 @@ def test_reads_that_end_in_other_threads() -> None:
     for thread in threads:
         thread.join()
     assert wrong_books(cache) == []
-    assert (cache.place == cache.slot_of).all()
+    assert (cache.reserved_slot == cache.slot_of).all()

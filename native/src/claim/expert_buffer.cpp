@@ -2,8 +2,10 @@
 //
 // Any access that does not go through MUL_MAT_ID or ggml_backend_tensor_get() faults instead of computing with
 // garbage: tensors point into reserved, inaccessible address space.
+#include "expert_error.h"
 #include "expert_store.h"
 
+#include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 
 #include <sys/mman.h>
@@ -14,46 +16,43 @@
 // What a tensor takes in the buffer. Small: memory estimates must not count experts that are not loaded.
 static const size_t TENSOR_BYTES = 256;
 
-struct expert_buft_context {
+struct expert_buft : ggml_backend_buffer_type {
     expert_store * store;
     std::string    name;
 };
 
 struct expert_buffer_context {
-    expert_store * store;
-    char *         base     = nullptr;
-    size_t         reserved = 0;
-    // by place in the buffer. Not in tensor->extra: upstream takes a tensor with extra for a repacked one
+    std::shared_ptr<expert_store> store;
+    char *                        base     = nullptr;
+    size_t                        reserved = 0;
+    // by number in the buffer. Not in tensor->extra: upstream takes a tensor with extra for a repacked one
     std::vector<const expert_ref *> refs;
 };
-
-static expert_store * store_of(ggml_backend_buffer_t buffer) { return ((expert_buffer_context *) buffer->context)->store; }
 
 static void buffer_free(ggml_backend_buffer_t buffer) {
     auto * context = (expert_buffer_context *) buffer->context;
     if (context->base) {
         munmap(context->base, context->reserved);
     }
-    expert_store_unref(context->store);
     delete context;
 }
 
 static void * buffer_get_base(ggml_backend_buffer_t buffer) { return ((expert_buffer_context *) buffer->context)->base; }
 
 static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
-    const auto & refs = store_of(buffer)->refs;
-    const auto   it   = refs.find(ggml_get_name(tensor));
+    auto &       context = *(expert_buffer_context *) buffer->context;
+    const auto & refs    = context.store->refs;
+    const auto   it      = refs.find(ggml_get_name(tensor));
     if (it == refs.end()) {
         GGML_LOG_ERROR(
             "%s: tensor %s is not a routed expert weight and can't be kept with them\n", __func__, ggml_get_name(tensor));
         return GGML_STATUS_FAILED;
     }
-    auto &       context = *(expert_buffer_context *) buffer->context;
-    const size_t place   = ((char *) tensor->data - context.base) / TENSOR_BYTES;
-    if (place >= context.refs.size()) {
+    const size_t number = ((char *) tensor->data - context.base) / TENSOR_BYTES;
+    if (number >= context.refs.size()) {
         return GGML_STATUS_FAILED;
     }
-    context.refs[place] = &it->second;
+    context.refs[number] = &it->second;
     return GGML_STATUS_SUCCESS;
 }
 
@@ -61,50 +60,55 @@ static void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const
     GGML_LOG_ERROR("%s: %s comes from an expert pack and is read-only: the write is ignored\n", __func__, ggml_get_name(tensor));
 }
 
+static expert_arena * arena_of(const expert_ref * ref) {
+    return expert_store_open_arena(ref->store, ref->store->layer_dev[ref->layer]);
+}
+
 static void copy_out(const expert_ref * ref, const char * source, void * data, size_t size) {
-    const expert_arena * arena = expert_store_open_arena(ref->store, ref->store->layer_dev[ref->layer]);
+    const expert_arena * arena = arena_of(ref);
     if (!arena->buffer) {
         memcpy(data, source, size);
         return;
     }
-    ggml_tensor place = {};
-    place.type        = GGML_TYPE_I8;
-    place.buffer      = arena->buffer;
-    place.data        = const_cast<char *>(source);
-    place.ne[0]       = (int64_t) size;
-    place.ne[1] = place.ne[2] = place.ne[3] = 1;
-    place.nb[0]                             = 1;
-    place.nb[1] = place.nb[2] = place.nb[3] = size;
-    ggml_backend_tensor_get(&place, data, 0, size);
+    ggml_tensor bytes = {};
+    bytes.type        = GGML_TYPE_I8;
+    bytes.buffer      = arena->buffer.get();
+    bytes.data        = const_cast<char *>(source);
+    bytes.ne[0]       = (int64_t) size;
+    bytes.ne[1] = bytes.ne[2] = bytes.ne[3] = 1;
+    bytes.nb[0]                             = 1;
+    bytes.nb[1] = bytes.nb[2] = bytes.nb[3] = size;
+    ggml_backend_tensor_get(&bytes, data, 0, size);
+}
+
+// Part of one expert, from `start` on.
+static void get_from_expert(const ggml_tensor * tensor, size_t expert, size_t start, void * data, size_t size) {
+    const expert_ref *   ref = expert_ref_of(tensor);
+    std::vector<int64_t> rows(tensor->ne[2], 0);
+    rows[expert] = 1;
+    expert_op_begin(ref, rows.data(), 1, nullptr);
+    if (const char * source = expert_op_data(ref)[expert]) {
+        copy_out(ref, source + start, data, size);
+    } else {
+        memset(data, 0, size);
+    }
+    if (expert_arena * arena = arena_of(ref)) {
+        arena->touched = true;
+    }
+    if (!expert_op_end(ref)) {
+        GGML_LOG_ERROR(
+            "%s: expert %zu of %s can't be read: %s\n", __func__, expert, ggml_get_name(tensor), expert_store_error(ref->store));
+        expert_store_fail_next(ref->store); // this call can't say so
+    }
 }
 
 // Saving, quantizing and debugging read weights this way: expert by expert through the cache.
 static void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
-    const expert_ref *   ref   = expert_ref_of(tensor);
-    const size_t         bytes = ref->store->layers[ref->layer].roles[ref->role].bytes;
-    std::vector<int64_t> rows(tensor->ne[2], 0);
+    const expert_ref * ref   = expert_ref_of(tensor);
+    const size_t       bytes = ref->store->layers[ref->layer].roles[ref->role].bytes;
     while (size > 0) {
-        const size_t expert = offset / bytes;
-        const size_t start  = offset % bytes;
-        const size_t n      = std::min(size, bytes - start);
-        rows.assign(rows.size(), 0);
-        rows[expert] = 1;
-        expert_op_begin(ref, rows.data(), 1, nullptr);
-        const char * source = expert_op_data(ref)[expert];
-        if (source) {
-            copy_out(ref, source + start, data, n);
-        } else {
-            memset(data, 0, n);
-        }
-        if (expert_arena * arena = expert_store_open_arena(ref->store, ref->store->layer_dev[ref->layer])) {
-            arena->touched = true;
-        }
-        if (!expert_op_end(ref)) {
-            GGML_LOG_ERROR("%s: expert %zu of %s can't be read: %s\n", __func__, expert, ggml_get_name(tensor),
-                expert_store_error(ref->store));
-            std::lock_guard<std::mutex> lock(ref->store->mutex);
-            ref->store->broken = true; // this call can't say so
-        }
+        const size_t n = std::min(size, bytes - offset % bytes);
+        get_from_expert(tensor, offset / bytes, offset % bytes, data, n);
         data = (char *) data + n;
         offset += n;
         size -= n;
@@ -127,19 +131,16 @@ static const ggml_backend_buffer_i buffer_interface = {
     /* .reset         = */ nullptr,
 };
 
-static const char * buft_get_name(ggml_backend_buffer_type_t buft) {
-    return ((expert_buft_context *) buft->context)->name.c_str();
-}
+static const char * buft_get_name(ggml_backend_buffer_type_t buft) { return ((expert_buft *) buft)->name.c_str(); }
 
 static ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     auto context   = std::make_unique<expert_buffer_context>();
-    context->store = ((expert_buft_context *) buft->context)->store;
+    context->store = ((expert_buft *) buft)->store->shared_from_this();
     if (size > 0) {
         size_t tensor_bytes_max = 0; // so that no tensor reaches past the reserved space
-        for (const expert_layer & layer : context->store->layers) {
-            for (int32_t r = 0; r < layer.n_roles; r++) {
-                tensor_bytes_max = std::max<size_t>(tensor_bytes_max, layer.roles[r].bytes * layer.n_expert);
-            }
+        for (const auto & [tensor, ref] : context->store->refs) {
+            const expert_layer & layer = context->store->layers[ref.layer];
+            tensor_bytes_max           = std::max<size_t>(tensor_bytes_max, layer.roles[ref.role].bytes * layer.n_expert);
         }
         context->reserved = size + tensor_bytes_max;
         context->refs.assign(size / TENSOR_BYTES, nullptr);
@@ -149,7 +150,6 @@ static ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, 
             return nullptr;
         }
     }
-    expert_store_ref(context->store);
     return ggml_backend_buffer_init(buft, buffer_interface, context.release(), size);
 }
 
@@ -164,16 +164,11 @@ const expert_ref * expert_ref_of(const ggml_tensor * tensor) {
     }
     // slices of a weight, which backends make for themselves, point elsewhere
     const auto & context = *(const expert_buffer_context *) tensor->buffer->context;
-    const size_t place   = ((const char *) tensor->data - context.base) / TENSOR_BYTES;
-    return (const char *) tensor->data >= context.base && place < context.refs.size() ? context.refs[place] : nullptr;
+    const size_t number  = ((const char *) tensor->data - context.base) / TENSOR_BYTES;
+    return (const char *) tensor->data >= context.base && number < context.refs.size() ? context.refs[number] : nullptr;
 }
 
 static ggml_backend_buffer_type_t buft_for(expert_store * store, ggml_backend_dev_t dev) {
-    for (const auto & buft : store->bufts) {
-        if (buft->device == dev) {
-            return buft.get();
-        }
-    }
     static const ggml_backend_buffer_type_i buft_interface = {
         /* .get_name       = */ buft_get_name,
         /* .alloc_buffer   = */ buft_alloc_buffer,
@@ -182,33 +177,23 @@ static ggml_backend_buffer_type_t buft_for(expert_store * store, ggml_backend_de
         /* .get_alloc_size = */ buft_get_alloc_size,
         /* .is_host        = */ nullptr, // no: nobody may use the data pointer
     };
-    auto context = std::make_shared<expert_buft_context>(
-        expert_buft_context{store, std::string("ExpertPack_") + ggml_backend_dev_name(dev)});
-    store->bufts.emplace_back(new ggml_backend_buffer_type{buft_interface, dev, context.get()});
-    store->buft_contexts.push_back(std::move(context));
-    return store->bufts.back().get();
+    std::shared_ptr<void> & known = store->bufts[dev];
+    if (!known) {
+        known = std::make_shared<expert_buft>(
+            expert_buft{{buft_interface, dev, nullptr}, store, std::string("ExpertPack_") + ggml_backend_dev_name(dev)});
+    }
+    return (expert_buft *) known.get();
 }
 
-ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_backend_dev_t dev, const char ** error) {
-    *error               = nullptr;
-    expert_store * store = expert_store_find(fd);
-    if (!store) {
-        return nullptr;
-    }
-    const auto it = store->refs.find(ggml_get_name(meta));
-    if (it == store->refs.end()) {
-        return nullptr;
-    }
-    const expert_ref &  ref  = it->second;
-    const expert_role & role = store->layers[ref.layer].roles[ref.role];
+// False and expert_last_error() if it is another weight, or on a device that can't take its experts from slots.
+static bool fits(const expert_role & role, const ggml_tensor * meta, ggml_backend_dev_t dev) {
     if (meta->type != role.type || meta->ne[0] != role.ne[0] || meta->ne[1] != role.ne[1] || meta->ne[2] != role.ne[2]) {
         expert_set_last_error("%s is %s [%lld, %lld, %lld] in the model but %s [%lld, %lld, %lld] in the expert pack: "
                               "make the pack again from this model",
             ggml_get_name(meta), ggml_type_name(meta->type), (long long) meta->ne[0], (long long) meta->ne[1],
             (long long) meta->ne[2], ggml_type_name((ggml_type) role.type), (long long) role.ne[0], (long long) role.ne[1],
             (long long) role.ne[2]);
-        *error = expert_last_error();
-        return nullptr;
+        return false;
     }
     ggml_backend_reg_t reg = dev->reg;
     if (ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU &&
@@ -216,25 +201,28 @@ ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_b
         expert_set_last_error("the experts of %s would be computed on %s, a device that takes no expert pack: load the model "
                               "with n_gpu_layers=0 (--gpu-layers 0), or split it by layer",
             ggml_get_name(meta), ggml_backend_dev_name(dev));
-        *error = expert_last_error();
-        return nullptr;
+        return false;
     }
-    if (!store->claimed.insert(&ref).second) { // memory fitting loads the model several times, without its weights
-        store->claimed = {&ref};
-        store->layer_dev.assign(store->layers.size(), nullptr);
-    }
-    if (store->layer_dev[ref.layer] && store->layer_dev[ref.layer] != dev) {
-        expert_set_last_error("%s would be computed on %s and other experts of its layer on %s: put the layer on one device",
-            ggml_get_name(meta), ggml_backend_dev_name(dev), ggml_backend_dev_name(store->layer_dev[ref.layer]));
-        *error = expert_last_error();
-        return nullptr;
-    }
-    store->layer_dev[ref.layer] = dev;
-    store->n_claimed            = (int32_t) store->claimed.size();
-    return buft_for(store, dev);
+    return true;
 }
 
-bool expert_is_described(int fd, const char * tensor) {
+// NULL: no store provides it for the load on this thread.
+static const expert_ref * find_ref(int fd, const char * tensor) {
     const expert_store * store = expert_store_find(fd);
-    return store && store->refs.count(tensor) > 0;
+    return store && store->refs.count(tensor) > 0 ? &store->refs.at(tensor) : nullptr;
 }
+
+ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_backend_dev_t dev, const char ** error) {
+    *error                 = nullptr;
+    const expert_ref * ref = find_ref(fd, ggml_get_name(meta));
+    if (!ref) {
+        return nullptr;
+    }
+    if (!fits(ref->store->layers[ref->layer].roles[ref->role], meta, dev) || !expert_store_claim(*ref, dev)) {
+        *error = expert_last_error();
+        return nullptr;
+    }
+    return buft_for(ref->store, dev);
+}
+
+bool expert_is_described(int fd, const char * tensor) { return find_ref(fd, tensor) != nullptr; }

@@ -3,17 +3,17 @@
 #include "expert_hooks.h"
 
 ggml_backend_buffer_type_t llama_expert_claim(
-    const llama_model_loader & ml, const ggml_tensor * meta, const buft_list_t::value_type * place) {
+    const llama_model_loader & ml, const ggml_tensor * meta, const buft_list_t::value_type * target) {
     if (ml.files.empty()) {
         return nullptr;
     }
-    ggml_backend_dev_t         dev   = place ? place->first : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    ggml_backend_dev_t         dev   = target ? target->first : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     const char *               error = nullptr;
     ggml_backend_buffer_type_t buft  = expert_claim(ml.files.front()->file_id(), meta, dev, &error);
     if (error) {
         throw std::runtime_error(error);
     }
-    if (buft && place && place->second != ggml_backend_dev_buffer_type(dev)) {
+    if (buft && target && target->second != ggml_backend_dev_buffer_type(dev)) {
         throw std::runtime_error(
             format("%s: an expert pack can't be used with split mode row or tensor: use split mode layer", ggml_get_name(meta)));
     }

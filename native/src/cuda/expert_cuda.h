@@ -35,7 +35,7 @@ const void * expert_cuda_matrix(int device, const ggml_tensor * weight, int64_t 
 
 // True for weights whose router may name the same expert twice for one token (grovemoe's chunks of experts do).
 bool expert_cuda_ids_repeat(const ggml_tensor * weight);
-// ggml_cuda_launch_mm_ids_helper for such ids: upstream's counts an expert once per token, leaves the places that it did
+// ggml_cuda_launch_mm_ids_helper for such ids: upstream's counts an expert once per token, leaves the positions that it did
 // not count unwritten, and what reads them afterwards takes any number for an index.
 void expert_cuda_sort_ids(const int32_t * ids, int32_t * ids_src1, int32_t * ids_dst, int32_t * expert_bounds, int n_experts,
     int n_tokens, int n_used, int nchannels_y, int si1, int sis1, bool write_inverse, cudaStream_t stream);
@@ -51,4 +51,4 @@ enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * 
 // Around the capture or launch of a whole graph in lookup mode.
 void             expert_cuda_lookup_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph);
 void             expert_cuda_lookup_node(ggml_backend_cuda_context & ctx, const ggml_tensor * node);
-enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph);
+enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx);

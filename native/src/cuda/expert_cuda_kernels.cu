@@ -82,7 +82,7 @@ static __global__ void expert_keep_rows(const char * ids, int64_t ids_nb0, int64
     }
 }
 
-// One warp per expert, as upstream's helper, whose arrays it fills in the same order; but every place that names the
+// One warp per expert, as upstream's helper, whose arrays it fills in the same order; but every position that names the
 // expert counts, also a second one of the same token.
 static __global__ void expert_sort_ids(const int32_t * ids, int32_t * ids_src1, int32_t * ids_dst, int32_t * expert_bounds,
     int n_ids, int n_used, int nchannels_y, int si1, int sis1, bool write_inverse) {
@@ -90,7 +90,7 @@ static __global__ void expert_sort_ids(const int32_t * ids, int32_t * ids_src1, 
     const unsigned lane   = threadIdx.x;
     const auto     id_at  = [&](int i) { return i < n_ids ? ids[(i / n_used) * si1 + i % n_used] : INT_MAX; };
 
-    int start = 0; // places that name a lower expert
+    int start = 0; // positions that name a lower expert
     for (int i = lane; i < n_ids; i += WARP_SIZE) {
         start += id_at(i) < expert;
     }
@@ -162,11 +162,11 @@ static cudaError_t copy_stream(int device, cudaStream_t * stream) {
 
 bool expert_cuda_copy(void * dest, const void * src, size_t n_bytes) {
     cudaStream_t          stream = nullptr;
-    cudaPointerAttributes place;
-    cudaError_t           error = cudaPointerGetAttributes(&place, dest);
+    cudaPointerAttributes found;
+    cudaError_t           error = cudaPointerGetAttributes(&found, dest);
     if (error == cudaSuccess) {
-        ggml_cuda_set_device(place.device);
-        error = copy_stream(place.device, &stream);
+        ggml_cuda_set_device(found.device);
+        error = copy_stream(found.device, &stream);
     }
     if (error == cudaSuccess) {
         error = src ? cudaMemcpyAsync(dest, src, n_bytes, cudaMemcpyHostToDevice, stream) : cudaStreamSynchronize(stream);
@@ -198,8 +198,7 @@ expert_cuda_state::expert_cuda_state(expert_store * store, int device, char * ba
     store(store), device(device), base(base), may_wait(kernels_may_wait(device)), lookup_timeout_ns(lookup_timeout_ns_now()),
     slot_key(store->slot_data.size(), -1) {
     ggml_cuda_set_device(device);
-    const expert_layer & last   = store->layers.back();
-    const size_t         n_keys = last.first_key + last.n_expert;
+    const size_t n_keys = store->n_keys();
     CUDA_CHECK(cudaMalloc((void **) &offsets, n_keys * sizeof(int64_t)));
     CUDA_CHECK(cudaMalloc((void **) &resident, n_keys));
     CUDA_CHECK(cudaMalloc((void **) &updates, EXPERT_LOOKUP_UPDATES_MAX * sizeof(expert_update)));
@@ -268,10 +267,9 @@ void expert_cuda_state::apply(const std::vector<expert_update> & changed, cudaSt
 }
 
 void expert_cuda_state::rewrite(cudaStream_t stream) {
-    const expert_layer &       last = store->layers.back();
     std::vector<expert_update> all;
     slot_key.assign(store->slot_data.size(), -1);
-    for (int32_t key = 0; key < last.first_key + last.n_expert; key++) {
+    for (int32_t key = 0; key < store->n_keys(); key++) {
         const int32_t slot = store->tables.slot_of[key];
         const bool    here = slot >= 0 && store->slot_arena[slot]->base == base;
         all.push_back({key, here, here ? offset_of(slot) : 0});

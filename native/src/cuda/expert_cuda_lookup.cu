@@ -44,14 +44,13 @@ void expert_cuda_lookup_node(ggml_backend_cuda_context & ctx, const ggml_tensor 
 
 // Answers a lookup that found a miss, whose acquire is counted. False if the experts could not be brought in.
 static bool answer(expert_cuda_state & state, const expert_span & span, const std::vector<int32_t> & experts) {
-    expert_store * store = span.ref->store;
-    expert_layer_begin(store, span.ref->layer, experts, 0);
-    const bool                 complete = store->op.todo.empty();
+    const bool                 ok       = expert_layer_begin(span.ref->store, span.ref->layer, experts, 0);
+    const bool                 complete = !expert_op_more(span.ref);
     std::vector<expert_update> changed;
-    if (!store->op.failed) {
+    if (ok) {
         changed = state.changes(span.ref->layer, experts);
     }
-    if (!expert_store_give_back(store) || !complete || changed.size() > EXPERT_LOOKUP_UPDATES_MAX) {
+    if (!expert_op_end(span.ref) || !complete || changed.size() > EXPERT_LOOKUP_UPDATES_MAX) {
         return false;
     }
     for (size_t i = 0; i < changed.size(); i++) {
@@ -109,8 +108,7 @@ static size_t requested(const expert_mailbox & mailbox, size_t from) {
     return from;
 }
 
-enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
-    GGML_UNUSED(cgraph);
+enum ggml_status expert_cuda_lookup_serve(ggml_backend_cuda_context & ctx) {
     expert_cuda_state & state   = *looked_up_state;
     expert_mailbox &    mailbox = *state.mailbox;
     expert_cuda_mark_use(state, ctx);

@@ -78,13 +78,13 @@ static ggml_cgraph part_of(ggml_cgraph * cgraph, int first, int end) {
 
 // Where each tensor's bytes lie in one buffer; *n_bytes: how large it must be.
 template <typename T> static std::vector<size_t> lay_out(const std::vector<T *> & tensors, size_t * n_bytes) {
-    std::vector<size_t> places;
+    std::vector<size_t> offsets;
     *n_bytes = 0;
     for (const ggml_tensor * tensor : tensors) {
-        places.push_back(*n_bytes);
+        offsets.push_back(*n_bytes);
         *n_bytes += GGML_PAD(ggml_nbytes(tensor), 256);
     }
-    return places;
+    return offsets;
 }
 
 static void copy_on_device(void * dest, const void * src, size_t n_bytes, cudaStream_t stream) {
@@ -92,12 +92,13 @@ static void copy_on_device(void * dest, const void * src, size_t n_bytes, cudaSt
 }
 
 // The experts of this pass: their numbers, and [n_expert] 1 for each.
-static void experts_of_pass(const expert_store * store, const std::vector<int32_t> & experts, std::vector<int32_t> & pass,
-    std::vector<uint8_t> & chosen) {
+static void experts_of_pass(
+    const expert_ref * ref, const std::vector<int32_t> & experts, std::vector<int32_t> & pass, std::vector<uint8_t> & chosen) {
+    const char * const * data = expert_op_data(ref);
     pass.clear();
     std::fill(chosen.begin(), chosen.end(), 0);
     for (int32_t expert : experts) {
-        if (store->op.data[expert]) {
+        if (data[expert]) {
             pass.push_back(expert);
             chosen[expert] = 1;
         }
@@ -107,17 +108,16 @@ static void experts_of_pass(const expert_store * store, const std::vector<int32_
 // Runs nodes [span.first, span.last] once per pass, each time with the experts of the pass, and keeps their rows.
 static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph, const expert_span & span,
     expert_cuda_compute compute, expert_cuda_state & state, const std::vector<int32_t> & experts) {
-    auto &         ctx      = *(ggml_backend_cuda_context *) backend->context;
-    cudaStream_t   stream   = ctx.stream();
-    expert_store * store    = span.ref->store;
-    const int32_t  n_expert = store->layers[span.ref->layer].n_expert;
+    auto &        ctx      = *(ggml_backend_cuda_context *) backend->context;
+    cudaStream_t  stream   = ctx.stream();
+    const int32_t n_expert = span.ref->store->layers[span.ref->layer].n_expert;
 
-    const std::vector<const ggml_tensor *> inputs     = outside_inputs(cgraph, span.first, span.last);
-    const std::vector<ggml_tensor *>       outputs    = outside_outputs(cgraph, span);
-    size_t                                 n_saved    = 0;
-    size_t                                 n_kept     = 0;
-    const std::vector<size_t>              place      = lay_out(inputs, &n_saved); // of each input in `saved`
-    const std::vector<size_t>              kept_place = lay_out(outputs, &n_kept); // of each output in `kept`
+    const std::vector<const ggml_tensor *> inputs       = outside_inputs(cgraph, span.first, span.last);
+    const std::vector<ggml_tensor *>       outputs      = outside_outputs(cgraph, span);
+    size_t                                 n_saved      = 0;
+    size_t                                 n_kept       = 0;
+    const std::vector<size_t>              saved_offset = lay_out(inputs, &n_saved); // of each input in `saved`
+    const std::vector<size_t>              kept_offset  = lay_out(outputs, &n_kept); // of each output in `kept`
     ggml_cuda_pool_alloc<char>             saved(ctx.pool(), std::max<size_t>(n_saved, 1));
     ggml_cuda_pool_alloc<char>             kept(ctx.pool(), n_kept);
     ggml_cuda_pool_alloc<uint8_t>          in_pass(ctx.pool(), n_expert);
@@ -126,9 +126,9 @@ static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph,
     ggml_tensor         ids  = *span.ids;
     const ggml_tensor * root = span.ids->view_src ? span.ids->view_src : span.ids;
     for (size_t i = 0; i < inputs.size(); i++) {
-        copy_on_device(saved.get() + place[i], inputs[i]->data, ggml_nbytes(inputs[i]), stream);
+        copy_on_device(saved.get() + saved_offset[i], inputs[i]->data, ggml_nbytes(inputs[i]), stream);
         if (inputs[i] == root) {
-            ids.data = saved.get() + place[i] + ((const char *) span.ids->data - (const char *) root->data);
+            ids.data = saved.get() + saved_offset[i] + ((const char *) span.ids->data - (const char *) root->data);
         }
     }
 
@@ -136,28 +136,28 @@ static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph,
     std::vector<uint8_t> chosen(n_expert);
     bool                 ok = true;
     for (bool first = true;; first = false) {
-        experts_of_pass(store, experts, pass, chosen);
+        experts_of_pass(span.ref, experts, pass, chosen);
         if (pass.empty()) {
             break; // a read failed
         }
         state.apply(state.changes(span.ref->layer, pass), stream);
         CUDA_CHECK(cudaMemcpyAsync(in_pass.get(), chosen.data(), n_expert, cudaMemcpyHostToDevice, stream));
         for (size_t i = 0; i < inputs.size() && !first; i++) {
-            copy_on_device(inputs[i]->data, saved.get() + place[i], ggml_nbytes(inputs[i]), stream);
+            copy_on_device(inputs[i]->data, saved.get() + saved_offset[i], ggml_nbytes(inputs[i]), stream);
         }
         ggml_cgraph part = part_of(cgraph, span.first, span.last + 1);
         ok               = compute(backend, &part) == GGML_STATUS_SUCCESS;
         for (size_t i = 0; i < outputs.size(); i++) {
-            expert_cuda_launch_keep_rows(&ids, in_pass.get(), outputs[i], kept.get() + kept_place[i], stream);
+            expert_cuda_launch_keep_rows(&ids, in_pass.get(), outputs[i], kept.get() + kept_offset[i], stream);
         }
-        if (!ok || store->op.todo.empty()) {
+        if (!ok || !expert_op_more(span.ref)) {
             break;
         }
         CUDA_CHECK(cudaStreamSynchronize(stream)); // the next pass takes slots of this one
-        expert_store_next_pass(store);
+        expert_op_next(span.ref);
     }
     for (size_t i = 0; i < outputs.size(); i++) {
-        copy_on_device(outputs[i]->data, kept.get() + kept_place[i], ggml_nbytes(outputs[i]), stream);
+        copy_on_device(outputs[i]->data, kept.get() + kept_offset[i], ggml_nbytes(outputs[i]), stream);
     }
     CUDA_CHECK(cudaStreamSynchronize(stream)); // the pool's memory is free again
     return ok ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
@@ -166,8 +166,7 @@ static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph,
 // Makes the span's experts resident; runs the span itself if it takes several passes. *next: where the graph goes on.
 static enum ggml_status run_span(
     ggml_backend_t backend, ggml_cgraph * cgraph, const expert_span & span, expert_cuda_compute compute, int * next) {
-    auto &         ctx        = *(ggml_backend_cuda_context *) backend->context;
-    expert_store * store      = span.ref->store;
+    auto & ctx                = *(ggml_backend_cuda_context *) backend->context;
     *next                     = span.first;
     expert_cuda_state * state = expert_cuda_state_of(span.ref, ctx.device);
     if (!state) {
@@ -178,15 +177,15 @@ static enum ggml_status run_span(
     if (!expert_cuda_distinct_ids(span.ref, ids, span.ids->ne[0] * span.ids->ne[1], experts)) {
         return GGML_STATUS_FAILED;
     }
-    expert_layer_begin(store, span.ref->layer, experts, span.ids->ne[0] * span.ids->ne[1]);
+    const bool       ok     = expert_layer_begin(span.ref->store, span.ref->layer, experts, span.ids->ne[0] * span.ids->ne[1]);
     enum ggml_status status = GGML_STATUS_SUCCESS;
-    if (!store->op.failed && !store->op.todo.empty()) {
+    if (ok && expert_op_more(span.ref)) {
         status = run_passes(backend, cgraph, span, compute, *state, experts);
         *next  = span.last + 1;
-    } else if (!store->op.failed) {
+    } else if (ok) {
         state->apply(state->changes(span.ref->layer, experts), ctx.stream());
     }
-    if (!expert_store_give_back(store)) {
+    if (!expert_op_end(span.ref)) {
         state->rewrite(ctx.stream());
         status = GGML_STATUS_FAILED;
     }

@@ -5,6 +5,7 @@
 
 #include "common.cuh"
 
+#include <mutex>
 #include <vector>
 
 #define EXPERT_LOOKUP_IDS_MAX 1024 // ids of a layer in lookup mode; larger batches run in segments
@@ -55,7 +56,6 @@ struct expert_cuda_state {
 
     expert_cuda_state(expert_store * store, int device, char * base);
     ~expert_cuda_state();
-    expert_cuda_state(const expert_cuda_state &) = delete;
 
     int64_t offset_of(int32_t slot) const { return store->slot_data[slot] - base; }
     // What must change in the device's table so that it says what slot_of says, for the experts of a layer and for

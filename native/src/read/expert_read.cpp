@@ -1,6 +1,6 @@
 // Reading files: a block in several parts at once, each passed on as it arrives, hashed on the way.
 //
-//   start --> queue --> threads: take the next part, pread --> in the file's order: arrived(), hash --> ended()
+//   submit --> queue --> threads: take the next part, pread --> in the file's order: arrived(), hash --> ended()
 //
 // The thread that brings the next part in order passes it on and hashes it, with all that are there behind it; the
 // others go on reading. No lock is taken for a part: 16 threads that end their parts at the same time would queue for it.
@@ -100,10 +100,10 @@ struct expert_read_parts {
         return false;
     }
 
-    int64_t fill(char * place, uint64_t length, int64_t at) const {
+    int64_t fill(char * dest, uint64_t length, int64_t at) const {
         uint64_t done = 0;
         while (done < length) {
-            const ssize_t n = pread(read.fd, place + done, length - done, at + (int64_t) done);
+            const ssize_t n = pread(read.fd, dest + done, length - done, at + (int64_t) done);
             if (n < 0 && errno == EINTR) {
                 continue;
             }
@@ -111,7 +111,7 @@ struct expert_read_parts {
                 return -errno;
             }
             if (read.arrived) {
-                demote(place + done, n);
+                demote(dest + done, n);
             }
             done += n;
             if (n == 0 || n % ALIGNMENT != 0) {
@@ -151,7 +151,7 @@ struct expert_read_parts {
     }
 };
 
-void expert_read_pool::stop() {
+expert_read_pool::~expert_read_pool() {
     {
         std::lock_guard<std::mutex> lock(mutex);
         stopping = true;
@@ -160,7 +160,6 @@ void expert_read_pool::stop() {
     for (std::thread & thread : threads) {
         thread.join();
     }
-    threads.clear();
 }
 
 // Cores that this process may keep busy.
@@ -241,7 +240,7 @@ static uint64_t part_bytes_of(const expert_read & read) {
     return (least + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 }
 
-bool expert_read_pool::start(const expert_read & read) {
+bool expert_read_pool::submit(const expert_read & read) {
     if (!start_threads()) {
         return false;
     }

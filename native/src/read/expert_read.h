@@ -31,15 +31,10 @@ struct expert_read_parts;
 
 class expert_read_pool {
 public:
-    expert_read_pool() = default;
-    ~expert_read_pool() { stop(); }
-    expert_read_pool(const expert_read_pool &)             = delete;
-    expert_read_pool & operator=(const expert_read_pool &) = delete;
+    ~expert_read_pool(); // returns when all reads have ended
 
     // False if the system has no thread to give: nothing is called then.
-    bool start(const expert_read & read);
-    // Returns when all reads have ended; none may start any more.
-    void stop();
+    bool submit(const expert_read & read);
     // From now on a thread without work looks for it for a while before it sleeps, where there are cores to spare and the
     // drive is so fast that it matters.
     void poll_between_reads();

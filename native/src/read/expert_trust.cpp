@@ -6,8 +6,6 @@
 
 #include <unistd.h>
 
-#include <algorithm>
-
 // Hashing hides behind a slow drive's reads. From a fast one it takes as long as reading, and a layer waits for it.
 static const uint32_t RECHECK_EVERY      = 16;
 static const uint32_t RECHECK_EVERY_FAST = 256;
@@ -20,19 +18,20 @@ static std::string path_of(int fd) {
 
 static bool same(const timespec & a, const timespec & b) { return a.tv_sec == b.tv_sec && a.tv_nsec == b.tv_nsec; }
 
-expert_trust::stamp expert_trust::stamp_of(int fd) {
-    struct stat st = {};
-    fstat(fd, &st);
-    return {fd, st.st_mtim, st.st_ctim, st.st_size};
+static bool same(const struct stat & a, const struct stat & b) {
+    return same(a.st_mtim, b.st_mtim) && same(a.st_ctim, b.st_ctim) && a.st_size == b.st_size;
 }
 
-void expert_trust::watch(const expert_block * blocks, size_t n_blocks, bool with_recheck) {
-    recheck = with_recheck;
+static struct stat stat_of(int fd) {
+    struct stat st = {};
+    fstat(fd, &st);
+    return st;
+}
+
+expert_trust::expert_trust(const expert_block * blocks, size_t n_blocks, bool recheck) : recheck(recheck) {
     for (size_t i = 0; i < n_blocks; i++) {
-        const int  fd    = blocks[i].fd;
-        const auto known = [fd](const stamp & s) { return s.fd == fd; };
-        if (fd >= 0 && std::none_of(stamps.begin(), stamps.end(), known)) {
-            stamps.push_back(stamp_of(fd));
+        if (blocks[i].fd >= 0 && files.count(blocks[i].fd) == 0) {
+            files[blocks[i].fd] = stat_of(blocks[i].fd);
         }
     }
 }
@@ -42,11 +41,10 @@ bool expert_trust::must_hash(const expert_block & block, bool is_fast) {
 }
 
 bool expert_trust::has_changed(int fd) {
-    const stamp now = stamp_of(fd);
-    for (const stamp & was : stamps) {
-        if (was.fd == fd && same(was.modified, now.modified) && same(was.changed, now.changed) && was.size == now.size) {
-            return false;
-        }
+    const struct stat now = stat_of(fd);
+    const auto        was = files.find(fd);
+    if (was != files.end() && same(was->second, now)) {
+        return false;
     }
     if (!doubted.exchange(true)) {
         GGML_LOG_WARN("%s was changed while it is open: every read of an expert is checked from now on\n", path_of(fd).c_str());

@@ -10,18 +10,18 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
-#include <vector>
 
 struct expert_block;
 
 class expert_trust {
 public:
-    // Remembers the files of the blocks as they are now.
-    void watch(const expert_block * blocks, size_t n_blocks, bool recheck);
+    // Remembers the files of the blocks as they are now. recheck: some of the later reads are hashed, too.
+    expert_trust(const expert_block * blocks, size_t n_blocks, bool recheck);
     // Before a read: is it to be hashed? is_fast: reading a block takes no longer than hashing it.
     bool must_hash(const expert_block & block, bool is_fast);
-    // After a read that was not hashed: has its file been changed since watch()? Says so once in the log.
+    // After a read that was not hashed: has its file been changed meanwhile? Says so once in the log.
     bool has_changed(int fd);
     // After a read that was hashed and wrong, of a block that had been right before.
     void lied(int fd);
@@ -32,18 +32,10 @@ public:
     std::string reason() const;
 
 private:
-    struct stamp {
-        int      fd;
-        timespec modified;
-        timespec changed;
-        off_t    size;
-    };
-    static stamp stamp_of(int fd);
-
-    std::vector<stamp>    stamps;
-    bool                  recheck = false;
-    std::atomic<uint32_t> n_unhashed{0};
-    std::atomic<bool>     doubted{false};
-    std::atomic<bool>     broken{false};
-    std::atomic<int>      liar{-1}; // the file
+    std::map<int, struct stat> files; // by descriptor, as they were
+    const bool                 recheck;
+    std::atomic<uint32_t>      n_unhashed{0};
+    std::atomic<bool>          doubted{false};
+    std::atomic<bool>          broken{false};
+    std::atomic<int>           liar{-1}; // the file
 };

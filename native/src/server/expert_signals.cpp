@@ -22,16 +22,14 @@ static std::atomic<int> last{0};
 
 static std::atomic<bool> exit_is_sudden{false};
 
-static void exit_suddenly() {
-    if (exit_is_sudden) {
-        _exit(1); // upstream's status
-    }
-}
-
 void expert_signals_end() { exit_is_sudden = false; }
 
 void expert_signals_deliver_to(std::function<void(int)> handler) {
-    exit_is_sudden = std::atexit(exit_suddenly) == 0;
+    exit_is_sudden = std::atexit([] {
+        if (exit_is_sudden) {
+            _exit(1); // upstream's status
+        }
+    }) == 0;
     sem_init(&posted, 0, 0);
     std::thread([handler = std::move(handler)] {
         while (true) {
@@ -47,13 +45,6 @@ void expert_signals_post(int number) {
     sem_post(&posted);
 }
 
-// The thread that reads can't be woken: the file system has it.
-static void end_without(const char * why) {
-    LOG_ERR("%s: the process ends without waiting any longer\n", why);
-    common_log_flush(common_log_main());
-    _exit(1);
-}
-
 static void watch() {
     auto    since        = std::chrono::steady_clock::now(); // the last read that ended, or the signal
     int64_t n_ended_then = -1;
@@ -65,10 +56,13 @@ static void watch() {
             since        = std::chrono::steady_clock::now();
             n_ended_then = n_ended;
         }
-        if (std::chrono::steady_clock::now() - since > GRACE) {
-            end_without(reads ? "no read of an expert has ended for 5 seconds since the server was told to stop; look at the "
-                                "disk or the network behind the expert pack"
-                              : "the model was still being loaded 5 seconds after the server was told to stop");
+        if (std::chrono::steady_clock::now() - since > GRACE) { // a thread that reads can't be woken: the file system has it
+            LOG_ERR("%s: the process ends without waiting any longer\n",
+                reads ? "no read of an expert has ended for 5 seconds since the server was told to stop; look at the "
+                        "disk or the network behind the expert pack"
+                      : "the model was still being loaded 5 seconds after the server was told to stop");
+            common_log_flush(common_log_main());
+            _exit(1);
         }
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
     }

@@ -2,10 +2,9 @@
 //
 // A store belongs to the thread that made it until its model is loaded: only loads on that thread claim weights, and the
 // thread keeps the store alive for them. It belongs to the process that made it: a forked child has none of its threads.
-#include "expert_store.h"
+#include "expert_books.h"
 
 #include <pthread.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,27 +18,23 @@ static const char * const FORKED = "this model was opened by the process that fo
 
 static std::mutex registry_mutex; // guards the next one
 // All that are not yet deleted. Never destroyed itself: threads may still look when the process ends.
-static std::vector<expert_store *> & registry = *new std::vector<expert_store *>;
-
-struct unref {
-    void operator()(expert_store * store) const { expert_store_unref(store); }
-};
+static std::vector<expert_books *> & registry = *new std::vector<expert_books *>;
 
 // Made on this thread, their models perhaps not yet loaded.
-static thread_local std::vector<std::unique_ptr<expert_store, unref>> made_here;
+static thread_local std::vector<std::shared_ptr<expert_books>> made_here;
 
 static std::atomic<bool> made_any{false}; // a store, in this process or in the one that forked it
 
-expert_store::~expert_store() {
-    {
-        std::lock_guard<std::mutex> lock(registry_mutex);
-        registry.erase(std::remove(registry.begin(), registry.end(), this), registry.end());
-    }
-    readers.stop();
-    arenas.clear();
-    for (ggml_backend_buffer_t buffer : staging) {
-        ggml_backend_buffer_free(buffer);
-    }
+expert_books::~expert_books() {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    registry.erase(std::remove(registry.begin(), registry.end(), this), registry.end());
+}
+
+static bool is_valid(const expert_role & role, const expert_layer & layer) {
+    return memchr(role.tensor, 0, sizeof(role.tensor)) != nullptr && role.type >= 0 && role.type < GGML_TYPE_COUNT &&
+           role.ne[0] > 0 && role.ne[1] > 0 && role.ne[2] == layer.n_expert &&
+           role.bytes == ggml_row_size((ggml_type) role.type, role.ne[0]) * role.ne[1] && role.bytes <= layer.block_bytes &&
+           role.offset <= layer.block_bytes - role.bytes;
 }
 
 static bool layer_is_valid(const expert_layer & layer, int32_t index) {
@@ -50,10 +45,7 @@ static bool layer_is_valid(const expert_layer & layer, int32_t index) {
     }
     for (int32_t r = 0; r < layer.n_roles; r++) {
         const expert_role & role = layer.roles[r];
-        if (memchr(role.tensor, 0, sizeof(role.tensor)) == nullptr || role.type < 0 || role.type >= GGML_TYPE_COUNT ||
-            role.ne[0] <= 0 || role.ne[1] <= 0 || role.ne[2] != layer.n_expert ||
-            role.bytes != ggml_row_size((ggml_type) role.type, role.ne[0]) * role.ne[1] || role.bytes > layer.block_bytes ||
-            role.offset > layer.block_bytes - role.bytes) {
+        if (!is_valid(role, layer)) {
             expert_set_last_error("role %d of expert layer %d is described wrongly: %.*s, type %d, %lld x %lld x %lld, "
                                   "%llu bytes at %llu of %llu",
                 r, index, (int) sizeof(role.tensor), role.tensor, role.type, (long long) role.ne[0], (long long) role.ne[1],
@@ -65,114 +57,153 @@ static bool layer_is_valid(const expert_layer & layer, int32_t index) {
     return true;
 }
 
+static bool are_valid(const expert_provider & provider, const expert_tables & tables) {
+    if (provider.abi_version != EXPERT_ABI_VERSION || provider.struct_size != sizeof(expert_provider)) {
+        expert_set_last_error("the expert provider speaks ABI %u (%u bytes), the library ABI %d (%zu bytes): rebuild both "
+                              "from one version",
+            provider.abi_version, provider.struct_size, EXPERT_ABI_VERSION, sizeof(expert_provider));
+        return false;
+    }
+    if (tables.n_reads < 1 || tables.n_parts < 1) {
+        expert_set_last_error("%d reads at the same time in %d parts: both must be 1 at least", tables.n_reads, tables.n_parts);
+        return false;
+    }
+    return true;
+}
+
 // Not while another load may use them: the last reference frees the store.
 static void forget_loads_that_ended() {
     made_here.erase(
-        std::remove_if(made_here.begin(), made_here.end(), [](const auto & store) { return !store->loading; }), made_here.end());
+        std::remove_if(made_here.begin(), made_here.end(), [](const auto & books) { return !books->loading; }), made_here.end());
+}
+
+static bool add_refs(expert_store & store) {
+    for (size_t l = 0; l < store.layers.size(); l++) {
+        for (int32_t r = 0; r < store.layers[l].n_roles; r++) {
+            const char * tensor = store.layers[l].roles[r].tensor;
+            if (!store.refs.emplace(tensor, expert_ref{&store, (int32_t) l, r}).second) {
+                expert_set_last_error("%s is described twice", tensor);
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+static bool add_to_registry(expert_books * books, const char * model_path, const struct stat & file) {
+    std::lock_guard<std::mutex> lock(registry_mutex);
+    for (const expert_books * other : registry) {
+        if (!other->gone && other->is_of(file)) {
+            expert_set_last_error("%s: is already open with an expert pack in this process: close that one first", model_path);
+            return false;
+        }
+    }
+    registry.push_back(books);
+    made_any = true;
+    return true;
 }
 
 expert_store * expert_store_create(const char * model_path, const expert_layer * layers, int32_t n_layers,
     const expert_tables * tables, const expert_provider * provider) {
-    if (provider->abi_version != EXPERT_ABI_VERSION || provider->struct_size != sizeof(expert_provider)) {
-        expert_set_last_error("the expert provider speaks ABI %u (%u bytes), the library ABI %d (%zu bytes): rebuild both "
-                              "from one version",
-            provider->abi_version, provider->struct_size, EXPERT_ABI_VERSION, sizeof(expert_provider));
+    struct stat file;
+    if (!are_valid(*provider, *tables)) {
         return nullptr;
     }
-    if (tables->n_reads < 1 || tables->n_parts < 1) {
-        expert_set_last_error("%d reads at the same time in %d parts: both must be 1 at least", tables->n_reads, tables->n_parts);
-        return nullptr;
-    }
-    struct stat st;
-    if (stat(model_path, &st) != 0) {
+    if (stat(model_path, &file) != 0) {
         expert_set_last_error("%s: can't be opened: %s", model_path, strerror(errno));
         return nullptr;
     }
-
-    auto store      = std::make_unique<expert_store>();
-    store->file_dev = st.st_dev;
-    store->file_ino = st.st_ino;
-    store->layers.assign(layers, layers + n_layers);
-    store->tables   = *tables;
-    store->provider = *provider;
-    store->layer_dev.assign(n_layers, nullptr);
-    store->roles_seen.assign(n_layers, 0);
     for (int32_t l = 0; l < n_layers; l++) {
         if (!layer_is_valid(layers[l], l)) {
             return nullptr;
         }
-        for (int32_t r = 0; r < layers[l].n_roles; r++) {
-            if (!store->refs.emplace(layers[l].roles[r].tensor, expert_ref{store.get(), l, r}).second) {
-                expert_set_last_error("%s is described twice", layers[l].roles[r].tensor);
-                return nullptr;
+    }
+    const std::shared_ptr<expert_books> books(
+        new expert_books(file, layers, n_layers, *tables, *provider), [](expert_books * last) {
+            if (last->gone != FORKED) { // that one's threads can't be joined
+                delete last;
             }
-        }
-    }
-
-    const expert_layer & last = store->layers.back(); // there is one: an empty pack is refused
-    store->trust.watch(tables->blocks, (size_t) last.first_key + last.n_expert, tables->recheck != 0);
-
+        });
     forget_loads_that_ended();
-    std::lock_guard<std::mutex> lock(registry_mutex);
-    for (const expert_store * other : registry) {
-        if (!other->gone && other->file_dev == st.st_dev && other->file_ino == st.st_ino) {
-            expert_set_last_error("%s: is already open with an expert pack in this process: close that one first", model_path);
-            return nullptr;
-        }
+    if (!add_refs(*books) || !add_to_registry(books.get(), model_path, file)) {
+        return nullptr;
     }
-    made_here.emplace_back(store.get());
-    expert_store_ref(store.get());
-    registry.push_back(store.get());
-    made_any = true;
-    return store.release();
+    made_here.push_back(books);
+    books->provided = books;
+    return books.get();
 }
 
 expert_store * expert_store_find(int fd) {
-    struct stat st;
-    if (made_here.empty() || fstat(fd, &st) != 0) {
+    struct stat file;
+    if (made_here.empty() || fstat(fd, &file) != 0) {
         return nullptr;
     }
-    for (const auto & store : made_here) {
-        if (store->loading && store->file_dev == st.st_dev && store->file_ino == st.st_ino) {
-            return store.get();
+    for (const auto & books : made_here) {
+        if (books->loading && books->is_of(file)) {
+            return books.get();
         }
     }
     return nullptr;
 }
 
-void expert_store_ref(expert_store * store) { store->n_refs++; }
-
-void expert_store_unref(expert_store * store) {
-    if (--store->n_refs == 0 && store->gone != FORKED) { // that one's threads can't be joined
-        delete store;
+bool expert_store_claim(const expert_ref & ref, ggml_backend_dev_t dev) {
+    expert_books * books = expert_books_of(ref.store);
+    if (!books->claimed.insert(&ref).second) { // memory fitting loads the model several times, without its weights
+        books->claimed = {&ref};
+        books->layer_dev.assign(books->layers.size(), nullptr);
     }
+    ggml_backend_dev_t & layer_dev = books->layer_dev[ref.layer];
+    if (layer_dev && layer_dev != dev) {
+        expert_set_last_error("%s would be computed on %s and other experts of its layer on %s: put the layer on one device",
+            books->layers[ref.layer].roles[ref.role].tensor, ggml_backend_dev_name(dev), ggml_backend_dev_name(layer_dev));
+        return false;
+    }
+    layer_dev = dev;
+    return true;
 }
 
+int32_t expert_store_n_claimed(const expert_store * store) { return (int32_t) expert_books_of(store)->claimed.size(); }
+
 void expert_store_loaded(expert_store * store) {
-    store->loading = false;
+    expert_books_of(store)->loading = false;
     forget_loads_that_ended();
 }
 
+int expert_store_trace(expert_store * store, expert_trace * trace) {
+    expert_books * books = expert_books_of(store);
+    if (books->gone) { // its buffered records are the parent's
+        return 1;
+    }
+    std::lock_guard<std::mutex> lock(books->mutex);
+    const bool                  none = books->trace == &books->no_trace;
+    const bool                  ok   = none || expert_trace_end(*books->trace, books->tables.counters);
+    books->trace                     = trace ? trace : &books->no_trace;
+    expert_trace_begin(*books->trace);
+    return ok;
+}
+
 void expert_store_free(expert_store * store) {
-    if (!store || store->gone) {
+    if (!store || expert_books_of(store)->gone) {
         return;
     }
+    const std::shared_ptr<expert_store> last = std::move(expert_books_of(store)->provided);
     expert_store_trace(store, nullptr); // while the provider's counters are alive
     {
         std::lock_guard<std::mutex> lock(registry_mutex);
-        store->gone = CLOSED;
+        expert_books_of(store)->gone = CLOSED;
     }
     expert_store_loaded(store);
-    expert_store_unref(store);
 }
+
+int32_t expert_abi_version(void) { return EXPERT_ABI_VERSION; }
 
 int32_t expert_reads_under_way(int64_t * n_ended) {
     std::lock_guard<std::mutex> lock(registry_mutex);
     int32_t                     n = 0;
     *n_ended                      = 0;
-    for (const expert_store * store : registry) {
-        n += store->op.n_in_flight;
-        *n_ended += store->n_reads_ended;
+    for (const expert_books * books : registry) {
+        n += books->op.n_in_flight;
+        *n_ended += books->n_reads_ended;
     }
     return n;
 }
@@ -191,14 +222,14 @@ static void forget_all_in_child() {
     }
     // a thread that is not here may have held a lock, and been in the middle of what it guards
     new (&expert_opening) std::mutex;
-    for (expert_store * store : registry) {
-        store->gone    = FORKED;
-        store->loading = false;
-        store->busy    = false;
-        new (&store->mutex) std::mutex;
-        new (&store->changed) std::condition_variable;
-        new (&store->op) expert_op;
-        new (&store->error) std::string;
+    for (expert_books * books : registry) {
+        books->gone    = FORKED;
+        books->loading = false;
+        books->busy    = false;
+        new (&books->mutex) std::mutex;
+        new (&books->changed) std::condition_variable;
+        new (&books->op) expert_op;
+        new (&books->error) std::string;
     }
     registry.clear();
     registry_mutex.unlock();

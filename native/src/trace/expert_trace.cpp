@@ -6,12 +6,13 @@
 //   3 read failed  number: 0                                     ids: the expert
 //   4 end          number: CRC-32 of all records before          ids: 48 bytes, see expert_trace_end
 #include "expert_trace.h"
-#include "expert_store.h"
+#include "expert_error.h"
 
 #include "ggml-impl.h"
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <cstring>
@@ -43,16 +44,12 @@ static uint32_t crc32(uint32_t crc, const uint8_t * bytes, size_t n) {
 }
 
 static bool write_all(int fd, const uint8_t * bytes, size_t n) {
-    while (n > 0) {
-        const ssize_t done = write(fd, bytes, n);
-        if (done < 0 && errno == EINTR) {
-            continue;
-        }
-        if (done <= 0) {
+    for (size_t done = 0; done < n;) {
+        const ssize_t now = write(fd, bytes + done, n - done);
+        if (now == 0 || (now < 0 && errno != EINTR)) {
             return false;
         }
-        bytes += done;
-        n -= (size_t) done;
+        done += (size_t) std::max<ssize_t>(now, 0);
     }
     return true;
 }
@@ -77,21 +74,21 @@ template <typename T> static void put(expert_trace & trace, T value) {
     }
 }
 
-static void put_head(expert_trace & trace, int32_t layer, record_kind kind, uint32_t number, size_t n_ids) {
+static void put_head(expert_trace & trace, int32_t layer, record_kind kind, uint32_t step, uint32_t number, size_t n_ids) {
     put(trace, (uint16_t) layer);
     put(trace, (uint16_t) kind);
-    put(trace, trace.step);
+    put(trace, step);
     put(trace, number);
     put(trace, (uint32_t) n_ids);
 }
 
 static void put_record(
     expert_trace & trace, int32_t layer, record_kind kind, uint32_t number, const int32_t * ids, size_t n_ids) {
-    if (trace.failed) {
+    if (trace.failed || trace.fd < 0) {
         return;
     }
     const size_t start = trace.buffer.size();
-    put_head(trace, layer, kind, number, n_ids);
+    put_head(trace, layer, kind, trace.step, number, n_ids);
     for (size_t i = 0; i < n_ids; i++) {
         put(trace, (uint16_t) ids[i]);
     }
@@ -154,11 +151,8 @@ void expert_trace_read_failed(expert_trace & trace, int32_t layer, int32_t exper
 bool expert_trace_end(expert_trace & trace, const int64_t * counters) {
     static const expert_counter order[] = {EXPERT_ACQUIRES, EXPERT_HITS, EXPERT_MISSES, EXPERT_EVICTIONS, EXPERT_FAILURES};
     flush(trace);
-    trace.end_mark      = lseek(trace.fd, 0, SEEK_CUR);
-    const uint32_t step = trace.step;
-    trace.step          = 0;
-    put_head(trace, NO_LAYER, END, trace.crc, (1 + std::size(order)) * (sizeof(uint64_t) / sizeof(uint16_t)));
-    trace.step = step;
+    trace.end_mark = lseek(trace.fd, 0, SEEK_CUR);
+    put_head(trace, NO_LAYER, END, 0, trace.crc, (1 + std::size(order)) * (sizeof(uint64_t) / sizeof(uint16_t)));
     put(trace, trace.n_bytes);
     for (size_t i = 0; i < std::size(order); i++) {
         trace.counted[i] += (uint64_t) counters[order[i]];

@@ -10,7 +10,7 @@
 
 struct expert_trace {
     std::string             path;
-    int                     fd = -1; // the provider's
+    int                     fd = -1; // the provider's; -1: nothing is written
     std::vector<uint8_t>    buffer;
     std::array<uint64_t, 5> counted{};       // as in the end mark, by stores that have ended
     uint32_t                crc        = 0;  // of all records so far

@@ -1,0 +1,86 @@
+// All of a store. Internal to native/src/store.
+#pragma once
+
+#include "expert_error.h"
+#include "expert_loader.h"
+#include "expert_store.h"
+#include "expert_trace.h"
+
+#include <sys/stat.h>
+
+#include <chrono>
+#include <unordered_set>
+
+// One MUL_MAT_ID in progress. A store runs one at a time: contexts of the same model take turns.
+struct expert_op {
+    int32_t                   layer       = 0;
+    uint64_t                  role_offset = 0;
+    std::vector<int32_t>      todo;      // experts not yet handed to the threads
+    std::vector<char>         in_flight; // [n_expert] a read of it is under way
+    std::atomic<int32_t>      n_in_flight{0};
+    bool                      as_they_come = true; // hand out what is there; false: as many as fit, at once
+    std::vector<const char *> data;                // [n_expert] experts of this pass
+    bool                      failed = false;
+    std::atomic<int>          n_running{0};
+};
+
+struct expert_books final : expert_store, expert_slots {
+    const expert_provider provider;
+    const dev_t           file_dev;
+    const ino_t           file_ino;
+
+    std::unordered_set<const expert_ref *> claimed;       // by the load under way
+    std::atomic<bool>                      loading{true}; // its model's load may still claim
+
+    std::shared_ptr<expert_store> provided; // the provider's share
+    std::atomic<int64_t>          n_reads_ended{0};
+    std::atomic<const char *>     gone{nullptr}; // why nothing of the provider may be touched any more
+
+    mutable std::mutex                         mutex; // guards what follows, and the slots
+    std::condition_variable                    changed;
+    std::vector<ggml_backend_buffer_ptr>       staging;
+    std::vector<std::unique_ptr<expert_arena>> arenas;
+    std::vector<char>                          slot_checked; // [slot] the digest of what is in it was compared when it was read
+    bool                                       busy = false; // an op holds the store
+    expert_op                                  op;
+    std::vector<uint32_t>                      roles_seen; // [layer] roles computed since the layer was last acquired
+    int64_t                                    now = 0;    // number of the last acquire
+    std::string                                error;      // why the last failed decode failed
+    expert_trace                               no_trace;
+    expert_trace *                             trace  = &no_trace; // the provider's, or that: nobody wants one
+    bool                                       broken = false;     // bytes were handed out wrong: the next op fails
+
+    expert_loader loader{layers, tables, *this}; // the last member: its threads use the others
+
+    expert_books(const struct stat & file, const expert_layer * layers, int32_t n_layers, const expert_tables & tables,
+        const expert_provider & provider) :
+        expert_store(layers, n_layers, tables), provider(provider), file_dev(file.st_dev), file_ino(file.st_ino),
+        roles_seen(n_layers, 0) {}
+    ~expert_books();
+
+    bool is_of(const struct stat & file) const { return file_dev == file.st_dev && file_ino == file.st_ino; }
+    void fail(const std::string & why) {
+        error     = why;
+        op.failed = true;
+    }
+    void count_wait(std::chrono::steady_clock::time_point start);
+
+    bool read_ended(int32_t layer, int32_t expert);
+
+    char * host_slot(int32_t slot) override;
+    bool   copy(int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) override;
+    void   publish(int32_t layer, int32_t expert, int32_t slot, bool checked) override;
+    void   ask_provider(int32_t layer, int32_t expert, int32_t slot) override;
+};
+
+inline expert_books *       expert_books_of(expert_store * store) { return static_cast<expert_books *>(store); }
+inline const expert_books * expert_books_of(const expert_store * store) { return static_cast<const expert_books *>(store); }
+
+extern std::mutex expert_opening; // held while an arena is opened: two contexts may come first
+
+// Chooses slots for the op's missing experts, as many as fit, and starts their reads. Under the lock, which is given back
+// meanwhile: the provider may take long. False and the store's error if there are no slots.
+bool expert_fetch_missing(expert_books * books, std::unique_lock<std::mutex> & lock);
+// All experts leave whose digest was not compared when they were read. With the store taken, its lock held and no read
+// under way.
+void expert_drop_unchecked(expert_books * books);

@@ -150,8 +150,9 @@ def port(patch: Path, trees: Trees) -> tuple[int, str]:
     _, diff = git(trees.new, "diff", "--unified=1")
     for tree in (trees.pinned, trees.new):
         git(tree, "add", "--update")
-    introduction = patch.read_text(errors="surrogateescape").partition("diff --git ")[0]
-    return n_failed, introduction + diff if diff else ""
+    introduction = re.split(r"^(?:diff --git |--- a/)", patch.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
+    # git's own heads name hashes, which change with every version
+    return n_failed, introduction + re.sub(r"^(?:diff --git|index) .*\n", "", diff, flags=re.MULTILINE) if diff else ""
 
 
 def check(version: str) -> None:

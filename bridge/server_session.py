@@ -35,25 +35,22 @@ def run(arguments: list[bytes], executable: bytes) -> int:
     strings = [ffi.new("char[]", argument) for argument in arguments]
     argv = ffi.new("char *[]", [*strings, ffi.NULL])
     path = ffi.new("char[]", executable)
-    flags, texts = _flags()
+    flags = _flags()
     launcher = ffi.new("expert_launcher *")
     launcher.flags, launcher.n_flags = flags, len(flags)
     for name in ("open_pack", "cache_room", "open_arenas", "close_pack", "why_failed"):
         setattr(launcher, name, getattr(lib, f"expert_launcher_{name}"))
-    status = int(lib.expert_server_main(len(strings), argv, path, launcher))
-    del texts  # C held them until now
-    return status
+    return int(lib.expert_server_main(len(strings), argv, path, launcher))
 
 
-def _flags() -> tuple[Any, list[Any]]:
-    """[n_flags] of ``expert_flag``, and the strings that they point to."""
-    flags, texts = ffi.new("expert_flag[]", len(OPTIONS)), []
+def _flags() -> Any:
+    """[n_flags] of ``expert_flag``."""
+    flags = ffi.new("expert_flag[]", len(OPTIONS))
     for flag, option in zip(flags, OPTIONS.values(), strict=True):
         said = {"name": option.flag, "off": flag_off(option), "hint": option.hint}
         for name, text in {**said, "help": flag_help(option), "variable": flag_variable(option)}.items():
-            texts.append(ffi.NULL if text is None else ffi.new("char[]", text.encode()))
-            setattr(flag, name, texts[-1])
-    return flags, texts
+            setattr(flag, name, ffi.NULL if text is None else _keep(f"{option.flag} {name}", text))
+    return flags
 
 
 class _Session:

@@ -195,9 +195,8 @@ static bool fits(const expert_role & role, const ggml_tensor * meta, ggml_backen
             (long long) role.ne[2]);
         return false;
     }
-    ggml_backend_reg_t reg = dev->reg;
     if (ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU &&
-        !(reg->iface.get_proc_address && reg->iface.get_proc_address(reg, EXPERT_COPY_PROC))) {
+        !ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), EXPERT_COPY_PROC)) {
         expert_set_last_error("the experts of %s would be computed on %s, a device that takes no expert pack: load the model "
                               "with n_gpu_layers=0 (--gpu-layers 0), or split it by layer",
             ggml_get_name(meta), ggml_backend_dev_name(dev));

@@ -17,9 +17,8 @@
 // A drive in order reads an expert in a fraction of that.
 static const std::chrono::seconds GRACE(5);
 
-static sem_t            posted;
-static std::atomic<int> last{0};
-
+static sem_t             posted;
+static std::atomic<int>  last{0};
 static std::atomic<bool> exit_is_sudden{false};
 
 void expert_signals_end() { exit_is_sudden = false; }

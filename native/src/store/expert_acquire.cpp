@@ -106,7 +106,7 @@ static void next_pass(expert_books * books, std::unique_lock<std::mutex> & lock)
     }
 }
 
-// Waits for the store, takes it and clears the last op.
+// Waits for the store, takes it and clears the last op. The op has failed if the tables may be no more: nothing is counted.
 static std::unique_lock<std::mutex> take_store(expert_books * books, int32_t layer, uint64_t role_offset, int n_threads) {
     std::unique_lock<std::mutex> lock(books->mutex);
     books->changed.wait(lock, [&] { return !books->busy; });
@@ -120,16 +120,10 @@ static std::unique_lock<std::mutex> take_store(expert_books * books, int32_t lay
     op.todo.clear();
     op.in_flight.assign(books->layers[layer].n_expert, 0);
     op.data.assign(books->layers[layer].n_expert, nullptr);
-    return lock;
-}
-
-// The tables may be no more: nothing is counted.
-static bool is_gone(expert_books * books) {
-    if (!books->gone) {
-        return false;
+    if (books->gone) {
+        books->fail(books->gone.load());
     }
-    books->fail(books->gone.load());
-    return true;
+    return lock;
 }
 
 static bool ready_to_compute(expert_books * books, int32_t layer, std::unique_lock<std::mutex> & lock) {
@@ -164,7 +158,7 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
     const expert_role &          role  = layer.roles[ref->role];
     std::unique_lock<std::mutex> lock  = take_store(books, ref->layer, role.offset, n_threads);
     expert_op &                  op    = books->op;
-    if (is_gone(books)) {
+    if (op.failed) {
         return;
     }
     books->trace->implied = false; // a fetch that does not follow from an acquire of this op has a record of its own
@@ -193,7 +187,7 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
 bool expert_layer_begin(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows) {
     expert_books *               books = expert_books_of(store);
     std::unique_lock<std::mutex> lock  = take_store(books, layer, 0, 1);
-    if (is_gone(books) || !ready_to_compute(books, layer, lock)) {
+    if (books->op.failed || !ready_to_compute(books, layer, lock)) {
         return false;
     }
     books->op.as_they_come = false;

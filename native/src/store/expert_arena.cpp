@@ -158,12 +158,11 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
     if (!books->provider.open_arena(books->provider.user, device, free, layers.data(), (int32_t) layers.size())) {
         return nullptr;
     }
-    {
-        std::lock_guard<std::mutex> lock(books->mutex);
-        for (int32_t layer : layers) {
-            expert_trace_slots(*books->trace, layer, (int32_t) books->arenas.size() - 1, books->tables.layer_slots[layer]);
-        }
+    std::unique_lock<std::mutex> lock(books->mutex);
+    for (int32_t layer : layers) {
+        expert_trace_slots(*books->trace, layer, (int32_t) books->arenas.size() - 1, books->tables.layer_slots[layer]);
     }
+    lock.unlock();
     return find_arena(books, dev);
 }
 

@@ -13,18 +13,14 @@ char * expert_books::host_slot(int32_t slot) {
 
 bool expert_books::copy(int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) {
     expert_count(&tables.counters[EXPERT_H2D_BYTES], (int64_t) n_bytes);
-    ggml_backend_dev_t dev  = nullptr;
-    char *             dest = nullptr;
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        if (slot < 0 || (size_t) slot >= slot_data.size()) {
-            return false;
-        }
-        dev  = slot_arena[slot]->dev;
-        dest = slot_data[slot] + offset;
+    std::unique_lock<std::mutex> lock(mutex);
+    if (slot < 0 || (size_t) slot >= slot_data.size()) {
+        return false;
     }
-    ggml_backend_reg_t reg  = ggml_backend_dev_backend_reg(dev);
-    const auto         copy = (expert_copy_t) ggml_backend_reg_get_proc_address(reg, EXPERT_COPY_PROC);
+    ggml_backend_reg_t reg  = ggml_backend_dev_backend_reg(slot_arena[slot]->dev);
+    char * const       dest = slot_data[slot] + offset;
+    lock.unlock();
+    const auto copy = (expert_copy_t) ggml_backend_reg_get_proc_address(reg, EXPERT_COPY_PROC);
     return copy && copy(dest, bytes, n_bytes);
 }
 

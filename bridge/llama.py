@@ -101,7 +101,12 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         self._trace: TraceFile | None = None
         self._must_replay = False
         self._batch_ends: list[int] = []  # token counts at which the evaluated batches ended, rising
-        given = {name: value for name, value in self._expert_args.items() if value != OPTIONS[name].default}
+        packed = is_pack(self._expert_args.get("expert_pack"))
+        given = {  # with a pack also what equals a default: 64.0 is no number of parts
+            name: value
+            for name, value in self._expert_args.items()
+            if value != OPTIONS[name].default or (packed and not OPTIONS[name].needs)
+        }
         try:
             options = ExpertOptions.checked(given)
             if is_pack(options.expert_pack):

@@ -143,6 +143,7 @@ def test_a_budget_below_the_working_set_names_the_least(name: str, tmp_path: Pat
         ({"expert_cache_reserve": "900TiB"}, BudgetError, "expert_cache_reserve keeps 900 TiB of that"),
         ({"expert_read_splits": 0}, UsageError, "expert_read_splits must be a whole number from 1 to 1024, not 0"),
         ({"expert_read_splits": 2**31}, UsageError, "from 1 to 1024, not 2147483648"),
+        ({"expert_read_splits": 64.0}, UsageError, "from 1 to 1024, not 64.0"),
         ({"expert_read_splits": 10**5000}, UsageError, "from 1 to 1024, not 0x"),
         ({"expert_stage_slots": 2**31}, UsageError, "expert_stage_slots must be a whole number from 1 to 1024"),
         ({"expert_stage_slots": 1025}, UsageError, "from 1 to 1024, not 1025"),

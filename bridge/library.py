@@ -43,7 +43,7 @@ def library_dir() -> Path:
     """Folder of the patched libraries. Raises NativeError if they were not built."""
     spec = importlib.util.find_spec("llama_expert_pack.bridge._provider")
     if spec is None or spec.origin is None:
-        raise NativeError(f"the native part of llama-expert-pack is not built: {REBUILD}")
+        raise NativeError(f"{Path(__file__).parent}: the native part of llama-expert-pack is not built: {REBUILD}")
     folder = Path(spec.origin).parent / "lib"
     if not (folder / "libllama.so").exists():
         raise NativeError(f"{folder}: expected libllama.so and its companions, found none: {REBUILD}")
@@ -139,8 +139,8 @@ def load() -> ModuleType:
     loaded = Path(binding._lib._name).resolve()
     if loaded.parent != folder.resolve():
         raise NativeError(
-            f"llama_cpp was imported earlier with {loaded}: import llama_expert_pack before llama_cpp, "
-            "so that both use the patched libraries"
+            f"llama_cpp was imported earlier with {loaded}: import llama_expert_pack before llama_cpp, and without "
+            "LLAMA_CPP_LIB_PATH, so that both use the patched libraries"
         )
     check_struct_sizes(llama_cpp, binding._lib)
     return llama_cpp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,9 @@ def test_there_is_no_circle_and_every_room_is_drawn() -> None:
         assert all(order.index(other) < order.index(room) for other in known.split()), room
     assert {path.parent.name for path in files("pypack")} == {*KNOWS, "pypack"}
     assert {path.stem for path in (ROOT / "pypack").glob("*.py")} == {*FLOOR, "__init__"}
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    drawn = {room: known.replace(",", "") for room, known in re.findall(r"^\| `(\w+)` \| .* \| (.*)\|$", page, re.M)}
+    assert {room: known.strip() for room, known in drawn.items() if room in KNOWS} == {**KNOWS, "command": "all"}
 
 
 def test_the_floor_knows_nobody_above() -> None:

@@ -10,8 +10,6 @@ from ._provider import ffi, lib
 if TYPE_CHECKING:
     from .provider import Provider
 
-__all__ = ["callbacks_of", "last_error", "text_of"]
-
 _log = logging.getLogger(__name__)
 
 

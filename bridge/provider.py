@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ..pypack.values.options import ExpertOptions
     from .outputs import TraceFile
 
-__all__ = ["Provider"]
-
 _log = logging.getLogger(__name__)
 
 

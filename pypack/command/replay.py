@@ -22,8 +22,6 @@ from ..trace.trace import Trace
 from ..values.sizes import parse_size
 from .heat import is_picture
 
-__all__ = ["DEFAULT_BUDGETS", "Recorded", "compare_policies", "trace_names"]
-
 DEFAULT_BUDGETS = "0.5%,1%,2%,4%,8%,14%,25%,50%"
 
 

@@ -23,13 +23,6 @@ from .direct_io import WITHOUT_DIRECT_IO, PreadInto, address, aligned_buffer, op
 if TYPE_CHECKING:
     from ..format.pack import Pack
 
-__all__ = [
-    "RETRIES",
-    "Deliver",
-    "OnDone",
-    "Reader",
-]
-
 RETRIES = 3
 OnDone = Callable[[ReadError | None], None]
 Deliver = Callable[[memoryview], None]

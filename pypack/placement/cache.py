@@ -22,8 +22,6 @@ from ..stats.counters import Counter, Counters
 from .budget import PoolPlan
 from .slots import N_NEXT, NONE, PoolSlots, Tables
 
-__all__ = ["ExpertCache"]
-
 
 class ExpertCache(Tables):
     """Slots of any number of arenas under one numbering, for the experts of ``layers``.

@@ -16,8 +16,6 @@ from ..errors import BudgetError
 from ..policy.base import Keys, Policy
 from ..policy.pool import Pool
 
-__all__ = ["NONE", "N_NEXT", "PoolSlots", "Tables"]
-
 N_NEXT = 64  # EXPERT_NEXT_SLOTS: enough for the experts of a few tokens beside those in use
 NONE = -1
 

@@ -12,8 +12,6 @@ from .base import Ints, Keys
 if TYPE_CHECKING:
     from .pool import Pool
 
-__all__ = ["HALF_LIFE_TOKENS", "AgedFrequency", "half_life"]
-
 HALF_LIFE_TOKENS = 256  # fewer tell little about one expert
 
 

@@ -10,8 +10,6 @@ from .base import Ints, Keys, PoolPolicy, smallest
 if TYPE_CHECKING:
     from .pool import Pool
 
-__all__ = ["AgedLfu"]
-
 
 class AgedLfu(PoolPolicy):
     is_ranking = True

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from .pool import Pool
 
-__all__ = ["Ints", "Keys", "Policy", "PoolPolicy", "smallest"]
-
 Keys = NDArray[np.intp]
 Ints = NDArray[np.int64]
 

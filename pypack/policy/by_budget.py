@@ -15,8 +15,6 @@ from .base import Ints, Keys, PoolPolicy, smallest
 if TYPE_CHECKING:
     from .pool import Pool
 
-__all__ = ["ByBudget"]
-
 
 class ByBudget(PoolPolicy):
     is_ranking = True

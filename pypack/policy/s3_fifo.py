@@ -16,8 +16,6 @@ from .base import Ints, Keys, PoolPolicy
 if TYPE_CHECKING:
     from .pool import Pool
 
-__all__ = ["S3Fifo"]
-
 
 class S3Fifo(PoolPolicy):
     def _start(self, pool: Pool, n_keys: int) -> None:

@@ -16,8 +16,6 @@ from .base import Ints, Keys, PoolPolicy, smallest
 if TYPE_CHECKING:
     from .pool import Pool
 
-__all__ = ["TinyLfu"]
-
 
 class TinyLfu(PoolPolicy):
     def _start(self, pool: Pool, n_keys: int) -> None:

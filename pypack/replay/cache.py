@@ -14,8 +14,6 @@ from ..policy.base import Keys, Policy
 from ..policy.pool import Pool
 from ..trace.trace import Trace
 
-__all__ = ["Counts", "ReplayCache"]
-
 
 @dataclass
 class Counts:

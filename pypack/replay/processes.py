@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from ..errors import ExpertPackError
 
-__all__ = ["map_in_processes"]
-
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 

@@ -15,8 +15,6 @@ from ..policy.base import Ints, Keys, PoolPolicy, smallest
 if TYPE_CHECKING:
     from ..policy.pool import Pool
 
-__all__ = ["StaticHot"]
-
 
 class StaticHot(PoolPolicy):
     is_ranking = True

@@ -101,30 +101,20 @@ def demo_model() -> Path:
 @click.option("--seed", default=1, show_default=True)
 @click.option("--compare/--no-compare", default=True, show_default=True, help="Run stock llama.cpp too.")
 @click.option("--job", hidden=True)
-def main(
-    model: Path | None,
-    output: Path | None,
-    cache: str | None,
-    tokens: int,
-    prompt: str | None,
-    temperature: float | None,
-    seed: int,
-    compare: bool,
-    job: str | None,
-) -> None:
+def main(job: str | None, **options: Any) -> None:
     try:
         if job is not None:
             described = json.loads(job)
             generate(described, Path(described["out"]))
             return
-        show(model or demo_model(), output, cache, tokens, prompt, temperature, seed, compare)
+        show(**options)
     except (ExpertPackError, FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 
 
 def show(
-    model: Path,
+    model: Path | None,
     output: Path | None,
     cache: str | None,
     tokens: int,
@@ -134,6 +124,7 @@ def show(
     compare: bool,
 ) -> None:
     """Converts, checks, generates and compares, and prints each; click.ClickException if stock differs."""
+    model = model or demo_model()
     print(f"model    {model}")
     is_sample = model == SAMPLE
     if is_sample and output is None:  # the repository holds the model, not its pack

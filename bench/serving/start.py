@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 import click
 
 from bench.banner import banner, report
+from bench.serving.process import free_port
 from lab.stock import STOCK_LIB, environment
 from llama_expert_pack.pypack.gguf.model import read_model
 from llama_expert_pack.pypack.source.match import find_pack
@@ -41,9 +41,7 @@ def forget(path: Path) -> None:
 
 def first_token_s(command: list[str]) -> float:
     """Seconds until a server's first streamed token; the server is stopped then."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     body = json.dumps({"prompt": PROMPT, "n_predict": 1, "stream": True, "temperature": 0}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", body, {"Content-Type": "application/json"})
     variables = environment(stock=False)

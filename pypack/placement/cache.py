@@ -26,7 +26,7 @@ from .slots import N_NEXT, NONE, PoolSlots, Tables
 class ExpertCache(Tables):
     """Slots of any number of arenas under one numbering, for the experts of ``layers``.
 
-    Thread-safe: ``fetch`` and ``prepare`` come from the computing thread, ``rollback`` from reader threads.
+    Thread-safe: ``choose_slots`` and ``prepare`` come from the computing thread, ``rollback`` from reader threads.
     """
 
     def __init__(self, layers: Sequence[Layer], policy: Policy, counters: Counters) -> None:

@@ -21,22 +21,13 @@ from pathlib import Path
 import click
 
 from bench.banner import banner, report
+from bench.compare.conditions import drop_caches
 from bench.serving.process import free_port
 from lab.stock import STOCK_LIB, environment
 from llama_expert_pack.pypack.gguf.model import read_model
 from llama_expert_pack.pypack.source.match import find_pack
 
 PROMPT = "Once upon a time, in a village by the sea, there lived"
-
-
-def forget(path: Path) -> None:
-    """Drops a file's pages from the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 def first_token_s(command: list[str]) -> float:
@@ -93,8 +84,7 @@ def main(model: Path, rounds: int, cache: str, threads: int, out: Path | None) -
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, command in commands.items():
-            for path in files:
-                forget(path)
+            drop_caches(files, "files")
             seconds[name].append(first_token_s(command))
     result = {
         **banner(model.parent),

@@ -10,28 +10,26 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..pypack.drive.reader import Reader
 from ..pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError
+from ..pypack.format.layout import Layer
+from ..pypack.format.pack import Pack
 from ..pypack.placement.budget import PoolPlan, cache_budget, plan_pools
 from ..pypack.placement.cache import ExpertCache
 from ..pypack.policy import make_policy
 from ..pypack.stats.counters import Counter, ExpertStats
 from ..pypack.system.host_memory import host_memory_free
 from ..pypack.trace.format import encode_header
+from ..pypack.values.options import ExpertOptions
 from ..pypack.values.sizes import parse_size
 from ._provider import ffi, lib
 from .callbacks import callbacks_of, last_error, text_of
 from .library import build_info
 from .native_tables import SharedCounters, describe_blocks, describe_layers, share_tables
+from .outputs import TraceFile
 from .switching import switch_often
-
-if TYPE_CHECKING:
-    from ..pypack.format.layout import Layer
-    from ..pypack.format.pack import Pack
-    from ..pypack.values.options import ExpertOptions
-    from .outputs import TraceFile
 
 _log = logging.getLogger(__name__)
 

@@ -124,7 +124,7 @@ class Provider:
         self._reader.close()
         self._store = ffi.NULL
 
-    # ---- callbacks: on any thread
+    # ---- callbacks, on any thread; those of the cache are its own
 
     def open_arena(self, device: str, free_bytes: int, layers: Sequence[int]) -> None:
         """Size the arena of a device, by its ggml name, for ``layers`` (indices) and give it to native.
@@ -164,14 +164,6 @@ class Provider:
         arena = memoryview(ffi.buffer(host[0], plan.arena_bytes))
         sizes = [pool.block_bytes for pool in plan.pools for _ in range(pool.n_slots)]
         return [arena[o : o + n] for o, n in zip(offsets.tolist(), sizes, strict=True)]
-
-    def choose_slots(self, layer: int, missing: list[int], active: list[int]) -> list[int]:
-        """[len(missing)] slots for the missing experts, from which none of ``active`` is taken."""
-        return self.cache.choose_slots(layer, missing, active)
-
-    def prepare(self, layer: int, fetched: list[int]) -> None:
-        """The experts ``fetched`` have got slots: choose those that may be taken next."""
-        self.cache.prepare(layer, fetched)
 
     def keep(self, error: Exception) -> None:
         """Remember why a callback failed."""

@@ -6,6 +6,7 @@ must be the first to import it; if another one was, loaded other libraries, it s
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -13,12 +14,9 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..pypack.errors import NativeError
-
-if TYPE_CHECKING:
-    import ctypes
 
 REBUILD = "reinstall llama-expert-pack on this machine (`make clean build` in a clone)"
 
@@ -75,8 +73,6 @@ def check_cpu(needed: list[str], cpuinfo: str) -> None:
 
 def check_struct_sizes(llama_cpp: ModuleType, native: ctypes.CDLL) -> None:
     """The binding's hand-written structs must be the library's. Raises NativeError."""
-    import ctypes
-
     size_of = native.llama_expert_struct_size
     size_of.argtypes, size_of.restype = [ctypes.c_char_p], ctypes.c_size_t
     for name in ("llama_model_params", "llama_context_params", "llama_batch", "llama_model_kv_override"):

@@ -27,11 +27,12 @@ def map_in_processes(function: Callable[[Job], Result], jobs: Sequence[Job], n_p
     n_processes = min(n_processes, len(jobs))
     if n_processes <= 1:
         return list(map(function, jobs))
+    others = set(multiprocessing.active_children())
     try:
         processes = ProcessPoolExecutor(n_processes, multiprocessing.get_context("fork"), _start, (function,))
         processes.submit(os.getpid)  # starts all
     except (OSError, NotImplementedError):  # no semaphores (without /dev/shm), or a limit on processes
-        for started in multiprocessing.active_children():
+        for started in set(multiprocessing.active_children()) - others:
             started.kill()
         return list(map(function, jobs))
     try:

@@ -20,6 +20,7 @@ def callbacks_of(handle: Any) -> Any:
     callbacks.user = handle
     callbacks.open_arena, callbacks.choose_slots = lib.expert_pack_open_arena, lib.expert_pack_choose_slots
     callbacks.prepare, callbacks.read = lib.expert_pack_prepare, lib.expert_pack_read
+    callbacks.may_take, callbacks.withdraw = lib.expert_pack_may_take, lib.expert_pack_withdraw
     return callbacks
 
 
@@ -71,3 +72,18 @@ def expert_pack_prepare(user: Any, layer: int, fetched: Any, n_fetched: int) -> 
 def expert_pack_read(user: Any, layer: int, expert: int, slot: int) -> None:
     provider: Provider = ffi.from_handle(user)
     provider.read(layer, expert, slot)
+
+
+@ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
+def expert_pack_may_take(user: Any, n_bytes: int) -> int:
+    provider: Provider = ffi.from_handle(user)
+    return int(provider.may_take(n_bytes))
+
+
+@ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
+def expert_pack_withdraw(user: Any, slots: Any, n_slots: int) -> None:
+    provider: Provider = ffi.from_handle(user)
+    try:
+        provider.withdraw(ffi.unpack(slots, n_slots))
+    except Exception as error:  # the next fetch chooses among them: it fails
+        provider.keep(error)

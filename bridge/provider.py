@@ -16,7 +16,7 @@ from ..pypack.drive.reader import Reader
 from ..pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError
 from ..pypack.format.layout import Layer
 from ..pypack.format.pack import Pack
-from ..pypack.placement.budget import PoolPlan, cache_budget, plan_pools
+from ..pypack.placement.budget import PoolPlan, cache_budget, host_budget, plan_pools
 from ..pypack.placement.cache import ExpertCache
 from ..pypack.policy import make_policy
 from ..pypack.stats.counters import Counter, ExpertStats
@@ -54,9 +54,9 @@ class Provider:
         self._top_k = top_k
         self._options = options
         self._reserve_bytes = parse_size(options.expert_cache_reserve, host_memory_free(), "expert_cache_reserve")
-        self._slots: list[memoryview | None] = []  # [n_slots] host memory, None: a device's
         self._error: ExpertPackError | None = None
         self.arena_bytes: dict[str, int] = {}  # by device
+        self.host_bytes: dict[str, int] = {}  # that it reads in place
         self.counters = SharedCounters()
         self.cache = ExpertCache(pack.layers, make_policy(options.expert_policy), self.counters)
         self._check_budget()
@@ -112,7 +112,6 @@ class Provider:
         if self._store == ffi.NULL:
             return
         self._reader.close()
-        self._slots.clear()
         if not lib.expert_store_trace(self._store, ffi.NULL):
             _log.warning("%s", last_error())  # llama.cpp's log, where it was said first, may be off
         lib.expert_store_free(self._store)
@@ -133,37 +132,65 @@ class Provider:
         """
         described = [self._pack.layers[index] for index in layers]
         plan = self._plan(described, host_memory_free() if device == "CPU" else free_bytes, device)
-        self._slots += self._add_arena(plan)
+        self._add_arena(plan)
+        self._add_host_slots(plan)
         self.cache.add_arena(plan)
         self.arena_bytes[device] = plan.arena_bytes
+        self.host_bytes[device] = plan.host_bytes
+
+    def may_take(self, n_bytes: int) -> bool:
+        """Whether host memory has so many bytes left for slots. What was taken before is gone from it."""
+        return host_memory_free() - n_bytes >= self._reserve_bytes
+
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """These slots in host memory can't be had."""
+        self.cache.withdraw(slots)
+        _log.warning(
+            "%d of the expert slots in host memory can't be had: it is short, or the system locks no more pages for a GPU; "
+            "going on with those that are there (expert_ram was %s)",
+            len(slots),
+            self._options.expert_ram,
+        )
 
     def _plan(self, layers: Sequence[Layer], free_bytes: int, device: str) -> PoolPlan:
-        reserve_bytes = self._reserve_bytes
-        budget_bytes = cache_budget(self._options.expert_cache, layers, free_bytes, reserve_bytes, device)
-        return plan_pools(layers, budget_bytes, self._top_k, device, free_bytes=free_bytes, reserve_bytes=reserve_bytes)
+        options, reserve_bytes, host_bytes = self._options, self._reserve_bytes, 0
+        budget_bytes = cache_budget(options.expert_cache, layers, free_bytes, reserve_bytes, device)
+        if device != "CPU":
+            host_bytes = host_budget(options.expert_ram, layers, self._pack.layers, host_memory_free(), reserve_bytes)
+        return plan_pools(
+            layers,
+            budget_bytes,
+            self._top_k,
+            device,
+            free_bytes=free_bytes,
+            reserve_bytes=reserve_bytes,
+            host_bytes=host_bytes,
+        )
 
-    def _add_arena(self, plan: PoolPlan) -> Sequence[memoryview | None]:
-        """[plan.n_slots] where the blocks of the new slots are read to."""
-        offsets = plan.offsets()
-        host, pinned = ffi.new("void **"), ffi.new("int *")
+    def _add_arena(self, plan: PoolPlan) -> None:
+        slots, offsets = plan.arena_slots()
+        slots += self.cache.n_slots
+        pinned = ffi.new("int *")
         if not lib.expert_store_add_arena(
             self._store,
             plan.device.encode(),
             plan.arena_bytes,
-            self.cache.n_slots,
-            plan.n_slots,
+            ffi.from_buffer("int32_t[]", slots),
             ffi.from_buffer("uint64_t[]", offsets),
-            host,
+            len(slots),
             pinned,
         ):
             raise BudgetError(last_error())
         if not pinned[0]:
             _log.warning("the memory that reads for %s land in is not page-locked: copies will be slower", plan.device)
-        if host[0] == ffi.NULL:
-            return [None] * plan.n_slots
-        arena = memoryview(ffi.buffer(host[0], plan.arena_bytes))
-        sizes = [pool.block_bytes for pool in plan.pools for _ in range(pool.n_slots)]
-        return [arena[o : o + n] for o, n in zip(offsets.tolist(), sizes, strict=True)]
+
+    def _add_host_slots(self, plan: PoolPlan) -> None:
+        for pool in plan.pools:
+            first = self.cache.n_slots + pool.first_slot + pool.n_slots - pool.n_host
+            if pool.n_host and not lib.expert_store_add_host_slots(
+                self._store, plan.device.encode(), first, pool.n_host, pool.block_bytes
+            ):
+                raise BudgetError(last_error())
 
     def keep(self, error: Exception) -> None:
         """Remember why a callback failed."""
@@ -191,8 +218,10 @@ class Provider:
             lib.expert_store_fail(self._store, layer, expert, str(error).encode())
 
         try:
-            dest = self._slots[slot]
-            self._reader.submit(layer, expert, deliver if dest is None else dest, done)
+            host = lib.expert_store_host_slot(self._store, slot)
+            n_bytes = self._pack.layers[layer].block_bytes
+            dest = deliver if host == ffi.NULL else memoryview(ffi.buffer(host, n_bytes))
+            self._reader.submit(layer, expert, dest, done)
         except Exception as error:
             done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
 

@@ -95,6 +95,7 @@ class _Session:
                 "n_experts": sum(layer.n_expert for layer in layers),
                 "expert_bytes": payload_bytes(layers),
                 "cache_bytes": self.provider.arena_bytes,
+                "host_bytes": self.provider.host_bytes,
                 "cache_slots": self.provider.cache.n_slots,
                 "policy": self.options.expert_policy,
                 "verify": self.options.expert_verify,

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 // cffi: begin
-#define EXPERT_ABI_VERSION 7
+#define EXPERT_ABI_VERSION 8
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
 #define EXPERT_NEXT_SLOTS 64
@@ -42,6 +42,7 @@ enum expert_counter {
     EXPERT_IO_RETRIES,     // of these, the ones that were tried again         (written by both)
     EXPERT_FALLBACKS,      // reads that did not use direct I/O                (written by both)
     EXPERT_FAILURES,       // decodes that failed because an expert could not be brought in
+    EXPERT_HOST_HITS,      // of the hits, those in host memory that a device reads in place
     EXPERT_COUNTERS
 };
 
@@ -111,6 +112,11 @@ typedef struct expert_provider {
     void (*prepare)(void * user, int32_t layer, const int32_t * fetched, int32_t n_fetched);
     // Start to read a fetched expert into its slot, and return. From any thread. Ends in commit or fail, in any case.
     void (*read)(void * user, int32_t layer, int32_t expert, int32_t slot);
+    // n_bytes of host memory are about to be taken for slots: 0 if there are not so many left. From any thread.
+    int (*may_take)(void * user, uint64_t n_bytes);
+    // These slots in host memory can't be had: the system gives no more, or does not lock it. They are free; never choose them
+    // again. Some may have been withdrawn before. On the thread that fetches.
+    void (*withdraw)(void * user, const int32_t * slots, int32_t n_slots);
 } expert_provider;
 
 // Registers a provider for the model whose first GGUF file is model_path (compared by device and inode), to be loaded on
@@ -121,12 +127,18 @@ expert_store * expert_store_create(const char * model_path, const expert_layer *
 // Unregisters it. Call after the models that use it are freed and no read is under way.
 void expert_store_free(expert_store * store);
 
-// Gives `device` n_slots slots; slot first_slot + i lies offsets[i] bytes into the arena of n_bytes.
-// It starts zeroed; in host memory it is page-aligned and *host gets its address, else *host is NULL. Reads for a device
-// land in expert_tables.n_reads buffers first, which *pinned says are page-locked: pageable ones are slower to copy from.
-// 1 on success; else 0 and expert_last_error().
-int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes, int32_t first_slot, int32_t n_slots,
-    const uint64_t * offsets, void ** host, int * pinned);
+// Gives `device` an arena of n_bytes, in which slots[i] lies offsets[i] bytes from the start. It starts zeroed. Reads for a
+// device land in expert_tables.n_reads buffers first, which *pinned says are page-locked: pageable ones are slower to copy
+// from. 1 on success; else 0 and expert_last_error().
+int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes, const int32_t * slots,
+    const uint64_t * offsets, int32_t n_slots, int * pinned);
+// Gives `device`, which has an arena, slots first_slot .. first_slot + n_slots - 1 in host memory that it reads in place: of
+// slot_bytes each, page-locked in chunks as they are needed, from the first slot on. 1 on success; else 0 and
+// expert_last_error().
+int expert_store_add_host_slots(
+    expert_store * store, const char * device, int32_t first_slot, int32_t n_slots, uint64_t slot_bytes);
+// Where a slot's bytes lie; NULL if not in host memory. For a read() into it.
+void * expert_store_host_slot(expert_store * store, int32_t slot);
 // The model is loaded, on this thread: from now on no other one of the same file takes weights from this store.
 void expert_store_loaded(expert_store * store);
 // Opens the arenas of every device that has claimed weights, so that a wrong budget is known before the first

@@ -1,7 +1,7 @@
 """How many bytes the cache may take, and how they are divided into slots.
 
-A *pool* is the slots of one size in one device's arena: layers whose blocks have the same size share it.
-All pools of a device lie one after the other in its arena.
+A *pool* is the slots of one size for one device: layers whose blocks have the same size share it.
+All pools of a device lie one after the other in its arena; each may go on in host memory, which a GPU reads in place.
 """
 
 from __future__ import annotations
@@ -32,6 +32,19 @@ def cache_budget(
     return parse_size(requested, usable, "expert_cache")
 
 
+def host_budget(
+    requested: str | int | float, layers: Sequence[Layer], all_layers: Sequence[Layer], free_bytes: int, reserve_bytes: int
+) -> int:
+    """Bytes of host memory for experts of ``layers``, which one GPU computes: their part of what ``requested`` comes to for
+    ``all_layers``. It is a size, a percentage of what is free after the reserve, or ``"auto"``: that, less a tenth for others.
+
+    Raises UsageError.
+    """
+    usable = max(0, free_bytes - reserve_bytes)
+    whole = usable - usable // 10 if is_auto(requested) else parse_size(requested, usable, "expert_ram")
+    return min(whole, usable) * payload_bytes(layers) // max(1, payload_bytes(all_layers))
+
+
 def cache_room(requested: str | int | float, expert_bytes: int, free_bytes: int) -> int:
     """Bytes that must stay free for the cache of ``expert_bytes`` of experts on a device that nothing was loaded on yet.
 
@@ -43,7 +56,7 @@ def cache_room(requested: str | int | float, expert_bytes: int, free_bytes: int)
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """The pools of one device. Slots count from 0 here; :class:`llama_expert_pack.pypack.placement.cache.ExpertCache` moves them."""
+    """The pools of one device. Slots count from 0 here: the cache has numbers for those of all devices."""
 
     device: str
     pools: tuple[Pool, ...]
@@ -55,21 +68,27 @@ class PoolPlan:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(pool.n_slots * pool.block_bytes for pool in self.pools)
+        """Bytes of all slots in the device's arena."""
+        return sum((pool.n_slots - pool.n_host) * pool.block_bytes for pool in self.pools)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all slots in host memory that the device reads in place."""
+        return sum(pool.n_host * pool.block_bytes for pool in self.pools)
 
     @property
     def pool_of_layer(self) -> dict[int, int]:
         """Index into ``pools`` by ``Layer.index``."""
         return {layer: i for i, pool in enumerate(self.pools) for layer in pool.layers}
 
-    def offsets(self) -> NDArray[np.uint64]:
-        """[n_slots] where each slot starts in the arena, bytes; multiples of 4096."""
-        parts = [
-            np.arange(pool.n_slots, dtype=np.uint64) * np.uint64(pool.block_bytes) + np.uint64(pool.offset)
-            for pool in self.pools
-        ]
-        return np.concatenate(parts) if parts else np.empty(0, np.uint64)
+    def arena_slots(self) -> tuple[NDArray[np.int32], NDArray[np.uint64]]:
+        """[n] slots in the arena, and [n] where each starts there, bytes; multiples of 4096."""
+        slots, offsets = [np.empty(0, np.int32)], [np.empty(0, np.uint64)]
+        for pool in self.pools:
+            rows = np.arange(pool.n_slots - pool.n_host)
+            slots.append((rows + pool.first_slot).astype(np.int32))
+            offsets.append((rows * pool.block_bytes + pool.offset).astype(np.uint64))
+        return np.concatenate(slots), np.concatenate(offsets)
 
 
 def plan_pools(
@@ -80,11 +99,13 @@ def plan_pools(
     *,
     free_bytes: int | None = None,
     reserve_bytes: int = 0,
+    host_bytes: int = 0,
 ) -> PoolPlan:
     """Divide ``min(budget_bytes, free_bytes - reserve_bytes)`` among the pools of one device's ``layers``.
 
     Every pool gets the same share of its experts, but at least one working set: min(top_k, n_expert) of its
     largest layer. Raises :class:`BudgetError` if that does not fit. ``free_bytes`` None: not known, no limit.
+    ``host_bytes`` of host memory go to the experts that are left, each pool's the same share.
     """
     usable = budget_bytes if free_bytes is None else min(budget_bytes, free_bytes - reserve_bytes)
     groups: dict[int, list[Layer]] = {}
@@ -98,14 +119,16 @@ def plan_pools(
     if usable < least_bytes:
         raise BudgetError(_too_small(device, budget_bytes, free_bytes, reserve_bytes, least_bytes, top_k))
     n_slots = _share(usable, sizes, n_least, n_experts)
+    n_left = [n_expert - n for n_expert, n in zip(n_experts, n_slots, strict=True)]
+    n_host = _share(host_bytes, sizes, [0] * len(sizes), n_left)
 
     pools: list[Pool] = []
     first_slot = offset = 0
-    for size, n_expert, n in zip(sizes, n_experts, n_slots, strict=True):
+    for size, n_expert, n, more in zip(sizes, n_experts, n_slots, n_host, strict=True):
         indices = tuple(layer.index for layer in groups[size])
         n_per_token = sum(min(max(top_k, 1), layer.n_expert) for layer in groups[size])
-        pools.append(Pool(size, indices, n_expert, first_slot, n, offset, n_per_token))
-        first_slot += n
+        pools.append(Pool(size, indices, n_expert, first_slot, n + more, offset, n_per_token, more))
+        first_slot += n + more
         offset += n * size
     return PoolPlan(device, tuple(pools))
 
@@ -125,7 +148,7 @@ def _share(usable: int, sizes: list[int], n_least: list[int], n_experts: list[in
             high = middle - 1
     n_slots = at(low)
     left = usable - _bytes(n_slots, sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: n_slots[i] / n_experts[i]):
+    for i in sorted(range(len(sizes)), key=lambda i: n_slots[i] / max(1, n_experts[i])):
         more = min(left // sizes[i], n_experts[i] - n_slots[i])
         n_slots[i] += more
         left -= more * sizes[i]

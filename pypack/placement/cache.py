@@ -88,6 +88,14 @@ class ExpertCache(Tables):
         with self._lock:
             self._pools[self.layer_pool[layer]].prepare(self._keys(layer, fetched), self._now())
 
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """These slots, which are free, can't be used: they are no part of their pools any more."""
+        gone = np.asarray(slots, np.intp)
+        with self._lock:
+            for index, pool in enumerate(self._pools):
+                pool.withdraw(gone)
+                self.layer_slots[self.layer_pool == index] = pool.n_slots
+
     def rollback(self, slot: int) -> None:
         """The slot could not be filled: it is free, its expert is nowhere. Raises ValueError if it is not being loaded."""
         with self._lock:

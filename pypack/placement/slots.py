@@ -35,15 +35,16 @@ class Tables:
 
 
 class PoolSlots:
-    """The slots of one pool. Not thread-safe. ``next_slots``: [N_NEXT] what is published; :data:`NONE` ends it."""
+    """The slots of one pool. Not thread-safe. ``next_slots``: [N_NEXT] what is published; :data:`NONE` ends it.
+
+    Free slots are taken in order: those in host memory, which are numbered behind the device's, when the others are full.
+    """
 
     def __init__(self, pool: Pool, policy: Policy, tables: Tables, next_slots: Int32s) -> None:
         self.n_slots = pool.n_slots
-        self._first = pool.first_slot
         self._slots = np.arange(pool.first_slot, pool.first_slot + pool.n_slots)
         self._policy = policy.for_pool(pool, len(tables.freq))
         self._tables = tables
-        self._owner = tables.owner[pool.first_slot : pool.first_slot + pool.n_slots]
         self._next_slots = next_slots
         self.prepare(np.empty(0, np.intp), 0)
 
@@ -74,9 +75,17 @@ class PoolSlots:
         n_free, n = len(free), min(N_NEXT, self.n_slots)
         self._next_slots[:n_free] = free[:n]
         if n_free < n:
-            held = self._slots[self._owner != NONE] if n_free else self._slots
+            held = self._slots[tables.owner.take(self._slots) != NONE] if n_free else self._slots
             ranked = policy.victims(tables.owner.take(held), n - n_free, tables.freq, tables.last_use, now)
             self._next_slots[n_free:n] = held[ranked]
+
+    def withdraw(self, slots: Slots) -> None:
+        """These are slots no more. They are free."""
+        self._slots = self._slots[~np.isin(self._slots, slots)]
+        self.n_slots = len(self._slots)
+        published = self._next_slots[~np.isin(self._next_slots, slots)]
+        self._next_slots[:] = NONE
+        self._next_slots[: len(published)] = published
 
     def _prepared(self, n: int, kept: Int32s) -> Slots | None:
         """The first n of the next slots that can go: free ones, and those of experts that are there and not kept."""
@@ -109,13 +118,13 @@ class PoolSlots:
 
     def _free(self) -> Slots:
         """Those that hold nothing."""
-        free: Slots = self._slots[self._owner == NONE]
+        free: Slots = self._slots[self._tables.owner.take(self._slots) == NONE]
         return free
 
     def _evictable(self, kept: Int32s) -> Slots:
         """Those of experts that are there, without the kept ones."""
         # a free slot's owner, -1, means the last key here, which may be anywhere but in a free slot
-        may_go = self._tables.slot_of.take(self._owner) == self._slots
-        may_go[kept - self._first] = False
+        may_go = self._tables.slot_of.take(self._tables.owner.take(self._slots)) == self._slots
+        may_go[np.searchsorted(self._slots, kept)] = False
         evictable: Slots = self._slots[may_go]
         return evictable

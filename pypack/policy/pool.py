@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pool:
-    """Slots ``first_slot .. first_slot + n_slots - 1``, in a row from byte ``offset`` of the arena.
+    """Slots ``first_slot .. first_slot + n_slots - 1``. The last ``n_host`` of them lie in host memory, where a GPU's kernels
+    read them in place; the others in a row from byte ``offset`` of the device's arena.
 
     ``n_per_token``: experts of its layers that one token uses.
     """
@@ -19,3 +20,4 @@ class Pool:
     n_slots: int
     offset: int
     n_per_token: int
+    n_host: int = 0

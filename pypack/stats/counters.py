@@ -30,6 +30,7 @@ class Counter(IntEnum):
     IO_RETRIES = 10
     FALLBACKS = 11
     FAILURES = 12
+    HOST_HITS = 13
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class ExpertStats:
     io_retries: int  # of these, tried again
     fallbacks: int  # reads without direct I/O
     failures: int  # decodes that failed
+    host_hits: int  # of the hits, those that a GPU read in host memory
 
     @property
     def hit_rate(self) -> float:

@@ -55,7 +55,7 @@ struct tables {
         const expert_tables   shared   = {slot_of.data(), numbers.data(), numbers.data(), counters.data(), slot_of.data(),
                 numbers.data(), per_layer.data(), per_layer.data(), slot_of.data(), blocks.data(), 1, 1, 0};
         const auto            no_arena = [](void *, const char *, uint64_t, const int32_t *, int32_t) { return 0; };
-        const expert_provider provider = {EXPERT_ABI_VERSION, sizeof(expert_provider), this, no_arena, nullptr, nullptr, nullptr};
+        const expert_provider provider = {EXPERT_ABI_VERSION, sizeof(expert_provider), this, no_arena, nullptr, nullptr, nullptr, nullptr, nullptr};
         return expert_store_create(paths[file].c_str(), layers.data(), N_LAYERS, &shared, &provider);
     }
 };

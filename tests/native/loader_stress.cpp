@@ -10,7 +10,7 @@
 
 #include <set>
 
-static int64_t n_rounds = 0, n_experts = 0, n_failed = 0, n_native = 0, n_by_provider = 0;
+static int64_t n_rounds = 0, n_experts = 0, n_failed = 0, n_native = 0, n_by_provider = 0, n_host_hits = 0;
 
 static void check_bytes(int key, const char * found) {
     const char * right = &pack[blocks[key].offset];
@@ -29,6 +29,7 @@ static void check_pass(books & b, int layer) {
         if (data) {
             check(b.wanted[key], "expert %d is handed out twice, or was never asked for", expert);
             check(b.slot_of[key] >= 0 && data == b.store->slot_data[b.slot_of[key]], "expert %d is in no slot", expert);
+            check(!b.store->slot_in_place[b.slot_of[key]] || is_locked(data, bytes_of(key)), "a device can't read a slot");
             check_bytes(key, data);
             b.wanted[key] = 0;
             n_experts++;
@@ -89,7 +90,7 @@ static void check_quiet(books & b) {
 static void check_counters(const books & b, int64_t bytes, int64_t bytes_min, int64_t bytes_max) {
     const int64_t    h2d        = h2d_bytes;
     static const int COUNTERS[] = {EXPERT_ACQUIRES, EXPERT_HITS, EXPERT_MISSES, EXPERT_EVICTIONS, EXPERT_LOADS,
-        EXPERT_PROVIDER_CALLS, EXPERT_IO_ERRORS, EXPERT_FALLBACKS, EXPERT_FAILURES};
+        EXPERT_PROVIDER_CALLS, EXPERT_IO_ERRORS, EXPERT_FALLBACKS, EXPERT_FAILURES, EXPERT_HOST_HITS};
     for (int i : COUNTERS) {
         const int64_t expected = i == EXPERT_FALLBACKS && b.store->tables.is_direct ? 0 : b.expected[i];
         check(b.counters[i] == expected, "counter %d is %lld, not %lld", i, (long long) b.counters[i], (long long) expected);
@@ -118,6 +119,7 @@ static bool run_round(books & b, bool by_layer) {
         const bool hit = b.slot_of[first_key + expert] >= 0;
         rows[expert] = b.wanted[first_key + expert] = 1;
         b.expected[hit ? EXPERT_HITS : EXPERT_MISSES]++;
+        b.expected[EXPERT_HOST_HITS] += hit && store->slot_in_place[b.slot_of[first_key + expert]];
     }
     b.expected[EXPERT_ACQUIRES]++;
     const int64_t read_before = b.counters[EXPERT_READ_BYTES];
@@ -169,7 +171,9 @@ static void damage(expert_block & block, int fault) {
 static void run_store(uint32_t seed, fake_device ** devices) {
     random_bits.seed(seed);
     begin_step("seed %u, creation", seed);
-    h2d_bytes = 0;
+    h2d_bytes               = 0;
+    lock_refused            = chance(30) ? 30 : 0;
+    expert_host_chunk_bytes = 1 << below(22);
     books         b;
     const int32_t n_reads = chance(50) ? 1 + below(3) : 1 + below(16);
     const int32_t n_parts = chance(30) ? 1 : 1 + below(64);
@@ -184,7 +188,8 @@ static void run_store(uint32_t seed, fake_device ** devices) {
     const expert_tables   tables = {b.slot_of.data(), b.freq.data(), b.last_use.data(), b.counters.data(), b.reserved_slot.data(),
           b.owner.data(), b.layer_slots.data(), b.layer_pool.data(), b.next_slots.data(), b.blocks.data(), n_reads, n_parts,
           chance(50)};
-    const expert_provider provider = {EXPERT_ABI_VERSION, sizeof(expert_provider), &b, open_arena, choose_slots, prepare, read};
+    const expert_provider provider = {
+        EXPERT_ABI_VERSION, sizeof(expert_provider), &b, open_arena, choose_slots, prepare, read, may_take, withdraw};
     b.store = expert_books_of(expert_store_create(pack_path.c_str(), layers.data(), (int32_t) layers.size(), &tables, &provider));
     check(b.store, "no store: %s", expert_last_error());
     for (size_t l = 0; l < layers.size(); l++) {
@@ -218,6 +223,8 @@ static void run_store(uint32_t seed, fake_device ** devices) {
     expert_store_free(b.store);
     expert_trace_free(trace);
     close(trace_fd);
+    check(locked.empty(), "memory stays locked");
+    n_host_hits += b.expected[EXPERT_HOST_HITS];
     n_native += b.expected[EXPERT_FALLBACKS];
     n_by_provider += b.expected[EXPERT_LOADS] - b.expected[EXPERT_FALLBACKS];
 }
@@ -243,13 +250,14 @@ int main(int argc, char ** argv) {
     done = true;
     watchdog.join();
     check(n_parts_kept > 0 && n_parts_passed_on > 0 && n_failed > 0, "not all was tried");
+    check(n_host_hits > 0 && n_withdrawn > 0, "not all was tried in host memory");
     check(n_taken > 0 && n_chosen > 0 && n_skipped > 0, "not all slots were tried");
     printf(
         "ok: seeds %d to %d, %lld rounds (%lld failed as they must), %lld experts right; %lld read by native, %lld by the "
         "provider; %lld parts came before their slot was known, %lld after; %lld slots were taken by native, %lld chosen for it, "
-        "%lld left out\n",
+        "%lld left out; %lld hits in host memory, %lld slots there could not be had\n",
         first, first + n - 1, (long long) n_rounds, (long long) n_failed, (long long) n_experts, (long long) n_native,
         (long long) n_by_provider, (long long) n_parts_kept.load(), (long long) n_parts_passed_on.load(), (long long) n_taken,
-        (long long) n_chosen, (long long) n_skipped);
+        (long long) n_chosen, (long long) n_skipped, (long long) n_host_hits, (long long) n_withdrawn);
     return 0;
 }

@@ -17,6 +17,7 @@
 #include <cstdio>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -170,8 +171,34 @@ static bool fake_copy(void * dest, const void * src, size_t n_bytes) {
     return gpu.start({(char *) dest, (const char *) src, n_bytes});
 }
 
+// ---- host memory that a device reads in place
+
+static std::mutex                     locked_mutex; // guards the next one
+static std::map<const char *, size_t> locked;       // bytes, by address
+static std::atomic<int>               lock_refused{0}; // percent, of this store
+
+static bool fake_lock(const void * device_memory, void * bytes, size_t n_bytes) {
+    check(device_memory == gpus[0]->base || device_memory == gpus[1]->base, "memory is locked for no device");
+    nap(30, 2000);
+    std::lock_guard<std::mutex> lock(locked_mutex);
+    if (n_bytes == 0) {
+        check(locked.erase((const char *) bytes) == 1, "memory that was not locked is unlocked");
+        return true;
+    }
+    check((uintptr_t) bytes % 4096 == 0 && n_bytes % 4096 == 0, "no whole pages are locked");
+    check(!locked.count((const char *) bytes), "memory is locked twice");
+    return !chance(lock_refused) && locked.emplace((const char *) bytes, n_bytes).second;
+}
+
+static bool is_locked(const char * bytes, size_t n_bytes) {
+    std::lock_guard<std::mutex> lock(locked_mutex);
+    auto                        next = locked.upper_bound(bytes);
+    return next != locked.begin() && bytes + n_bytes <= std::prev(next)->first + std::prev(next)->second;
+}
+
 static void * fake_proc(ggml_backend_reg_t, const char * name) {
-    return strcmp(name, EXPERT_COPY_PROC) == 0 ? (void *) fake_copy : nullptr;
+    return strcmp(name, EXPERT_COPY_PROC) == 0 ? (void *) fake_copy
+           : strcmp(name, EXPERT_LOCK_PROC) == 0 ? (void *) fake_lock : nullptr;
 }
 
 fake_device::fake_device(const char * name, enum ggml_backend_dev_type type) : name(name), type(type) {

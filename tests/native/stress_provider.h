@@ -77,11 +77,13 @@ struct pool {
     uint64_t block_bytes;
     int32_t  first;
     int32_t  n;
+    int32_t  n_host; // the last ones are in host memory that the device reads in place
 };
 
 static int64_t n_taken   = 0; // slots that native took by itself; both from the fetching thread
 static int64_t n_chosen  = 0; // that it had chosen for it
 static int64_t n_skipped = 0; // that were to be taken next and were not: in use
+static int64_t n_withdrawn = 0; // that could not be had in host memory
 
 struct books {
     expert_books *            store  = nullptr;
@@ -92,8 +94,10 @@ struct books {
     const int32_t             kind = below(3); // of check, for all blocks
     std::vector<char>         never_right;     // [key] when native reads it
     std::vector<char *>       host;            // [slot] NULL: on a device
+    std::vector<char>         gone;            // [slot] withdrawn
 
-    int              fetch_fault    = FETCH_RIGHT; // of this round, like the next
+    const int        memory_short   = chance(30) ? 50 : 0; // percent of the times that host memory is asked for
+    int              fetch_fault    = FETCH_RIGHT;         // of this round, like the next
     std::atomic<int> provider_fails = 0;           // percent of its reads
 
     std::mutex               mutex;                // guards what follows, and expected
@@ -122,8 +126,12 @@ static void choose_next(books & b, int32_t index, const std::vector<int32_t> & f
     if (kind == NEXT_AS_BEFORE) {
         return;
     }
-    std::vector<int32_t> slots(b.pools[index].n);
-    std::iota(slots.begin(), slots.end(), b.pools[index].first);
+    std::vector<int32_t> slots;
+    for (int32_t slot = b.pools[index].first; slot < b.pools[index].first + b.pools[index].n; slot++) {
+        if (!b.gone[slot]) {
+            slots.push_back(slot);
+        }
+    }
     std::shuffle(slots.begin(), slots.end(), random_bits);
     if (kind == NEXT_FETCHED_FIRST) {
         std::stable_partition(slots.begin(), slots.end(),
@@ -139,8 +147,10 @@ static int open_arena(void * user, const char * device, uint64_t, const int32_t 
     books &               b          = *(books *) user;
     const int32_t         first      = (int32_t) b.holder.size();
     const size_t          first_pool = b.pools.size();
+    std::vector<int32_t>  slots;
     std::vector<uint64_t> offsets;
     uint64_t              n_bytes = 0;
+    int32_t               n       = 0;
     for (int i = 0; i < n_layers; i++) { // as many slots as experts, so far
         const expert_layer & layer = layers[on_device[i]];
         size_t               index = first_pool;
@@ -148,31 +158,40 @@ static int open_arena(void * user, const char * device, uint64_t, const int32_t 
             index++;
         }
         if (index == b.pools.size()) {
-            b.pools.push_back({layer.block_bytes, 0, 0});
+            b.pools.push_back({layer.block_bytes, 0, 0, 0});
         }
         b.pools[index].n += layer.n_expert;
         b.layer_pool[on_device[i]] = (int32_t) index;
     }
+    b.gone.resize(blocks.size(), 0);
     for (size_t index = first_pool; index < b.pools.size(); index++) {
         pool & pool = b.pools[index];
-        pool.first  = first + (int32_t) offsets.size();
+        pool.first  = first + n;
         pool.n      = chance(30) ? pool.n : 1 + below(pool.n);
-        for (int s = 0; s < pool.n; s++, n_bytes += pool.block_bytes) {
+        pool.n_host = strcmp(device, "CPU") == 0 || chance(40) ? 0 : below(pool.n);
+        for (int s = 0; s < pool.n - pool.n_host; s++, n_bytes += pool.block_bytes) {
+            slots.push_back(pool.first + s);
             offsets.push_back(n_bytes);
         }
+        n += pool.n;
         choose_next(b, (int32_t) index, {});
     }
     for (int i = 0; i < n_layers; i++) {
         b.layer_slots[on_device[i]] = b.pools[b.layer_pool[on_device[i]]].n;
     }
-    void *    host   = nullptr;
-    int       pinned = 0;
-    const int n      = (int) offsets.size();
-    const int ok     = expert_store_add_arena(b.store, device, n_bytes, first, n, offsets.data(), &host, &pinned);
+    int pinned = 0;
+    int ok     = expert_store_add_arena(b.store, device, n_bytes, slots.data(), offsets.data(), (int) slots.size(), &pinned);
     check(ok && pinned, "no arena: %s", expert_last_error());
+    check(!expert_store_add_arena(b.store, device, n_bytes, slots.data(), offsets.data(), 1, &pinned), "a slot was added twice");
+    for (size_t index = first_pool; index < b.pools.size(); index++) {
+        const pool & pool = b.pools[index];
+        const int    end  = pool.first + pool.n;
+        ok = !pool.n_host || expert_store_add_host_slots(b.store, device, end - pool.n_host, pool.n_host, pool.block_bytes);
+        check(ok, "no slots in host memory: %s", expert_last_error());
+    }
     b.holder.resize(first + n, -1);
-    for (uint64_t offset : offsets) {
-        b.host.push_back(host ? (char *) host + offset : nullptr);
+    for (int slot = first; slot < first + n; slot++) {
+        b.host.push_back((char *) expert_store_host_slot(b.store, slot));
     }
     for (fake_device * gpu : gpus) {
         if (strcmp(gpu->name, device) == 0) {
@@ -200,7 +219,7 @@ static void see_next(books & b, int32_t layer) {
 static void book(books & b, int32_t layer, int32_t expert, int32_t slot) {
     const pool & pool   = b.pools[b.layer_pool[layer]];
     const int    key    = layers[layer].first_key + expert;
-    const bool   inside = slot >= pool.first && slot < pool.first + pool.n;
+    const bool   inside = slot >= pool.first && slot < pool.first + pool.n && !b.gone[slot];
     check(inside, "expert %d of layer %d has got slot %d, which is not its pool's", expert, layer, slot);
     const int32_t victim = b.holder[slot];
     check(victim < 0 || !b.wanted[victim], "slot %d was taken from key %d, which is active, for key %d", slot, victim, key);
@@ -278,7 +297,7 @@ static int choose_slots(void * user, int32_t layer, const int32_t * missing, int
         for (int slot = pool.first; slot < pool.first + pool.n; slot++) {
             const int32_t key  = next[slot];
             const int64_t used = key < 0 ? -1 : b.last_use[key];
-            if (used < oldest && std::find(active, active + n_active, key - first_key) == active + n_active) {
+            if (used < oldest && !b.gone[slot] && std::find(active, active + n_active, key - first_key) == active + n_active) {
                 slots[i] = slot;
                 oldest   = used;
             }
@@ -304,6 +323,51 @@ static int choose_slots(void * user, int32_t layer, const int32_t * missing, int
     }
     b.by_fetch = true;
     return 1;
+}
+
+static int may_take(void * user, uint64_t) { return !chance(((books *) user)->memory_short); }
+
+// What was chosen for the fetch under way is free again, and these slots, the last of their pool, are gone.
+static void withdraw(void * user, const int32_t * slots, int32_t n_slots) {
+    books &                     b = *(books *) user;
+    std::lock_guard<std::mutex> lock(b.mutex);
+    b.expected[EXPERT_PROVIDER_CALLS]++;
+    for (const auto & [key, slot] : b.got) {
+        b.holder[slot] = -1;
+        b.expected[EXPERT_LOADS]--;
+        b.expected[EXPERT_FALLBACKS]--;
+        b.native_bytes -= (int64_t) bytes_of(key);
+    }
+    b.got.clear();
+    b.by_fetch = false;
+    for (size_t slot = 0; slot < b.holder.size(); slot++) { // victims of slots that native took by itself
+        if (b.holder[slot] >= 0 && b.owner[slot] < 0) {
+            b.holder[slot] = -1;
+            b.expected[EXPERT_EVICTIONS]++;
+        }
+    }
+    int n_new = 0; // some may have been withdrawn before
+    for (int i = 0; i < n_slots; i++) {
+        check(b.owner[slots[i]] < 0 && b.holder[slots[i]] < 0, "slot %d is in use and can't be had", slots[i]);
+        n_new += !b.gone[slots[i]];
+        b.gone[slots[i]] = 1;
+    }
+    check(n_new > 0, "nothing new is withdrawn");
+    for (size_t index = 0; index < b.pools.size(); index++) {
+        const pool & pool = b.pools[index];
+        if (slots[0] < pool.first || slots[0] >= pool.first + pool.n) {
+            continue;
+        }
+        check(slots[0] >= pool.first + pool.n - pool.n_host, "slots on a device are withdrawn");
+        choose_next(b, (int32_t) index, {});
+        int32_t * const next = &b.next_slots[index * EXPERT_NEXT_SLOTS]; // what was published before may stay
+        int32_t * const end  = std::remove_if(next, next + EXPERT_NEXT_SLOTS, [&](int32_t s) { return s >= 0 && b.gone[s]; });
+        std::fill(end, next + EXPERT_NEXT_SLOTS, -1);
+        for (size_t l = 0; l < layers.size(); l++) {
+            b.layer_slots[l] -= b.layer_pool[l] == (int32_t) index ? n_new : 0;
+        }
+    }
+    n_withdrawn += n_new;
 }
 
 static void read_now(books & b, int32_t layer, int32_t expert, int32_t slot) {

@@ -24,6 +24,12 @@ bool expert_buft_is(ggml_backend_buffer_type_t buft);
 #define EXPERT_COPY_PROC "expert_pack_copy"
 typedef bool (*expert_copy_t)(void * dest, const void * src, size_t n_bytes);
 
+// What it offers if its kernels can read host memory in place: page-locks n_bytes (whole pages) for the device that
+// device_memory belongs to and all others, at the same address; n_bytes 0 takes that back. False, and no error is left
+// behind, if the system or the device refuses.
+#define EXPERT_LOCK_PROC "expert_pack_lock"
+typedef bool (*expert_lock_t)(const void * device_memory, void * bytes, size_t n_bytes);
+
 // ---- loader
 
 // The buffer type for a weight of the model in file descriptor fd that is computed on dev, NULL if no store wants

@@ -40,8 +40,8 @@ bool expert_cuda_ids_repeat(const ggml_tensor * weight);
 void expert_cuda_sort_ids(const int32_t * ids, int32_t * ids_src1, int32_t * ids_dst, int32_t * expert_bounds, int n_experts,
     int n_tokens, int n_used, int nchannels_y, int si1, int sis1, bool write_inverse, cudaStream_t stream);
 
-// An expert_copy_t.
-bool expert_cuda_copy(void * dest, const void * src, size_t n_bytes);
+// EXPERT_COPY_PROC, EXPERT_LOCK_PROC; NULL for other names.
+void * expert_cuda_proc(const char * name);
 
 expert_cuda_mode expert_cuda_mode_of(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph);
 // True inside a graph that runs in segments: its parts are not captured.

@@ -160,13 +160,22 @@ static cudaError_t copy_stream(int device, cudaStream_t * stream) {
     return cudaSuccess;
 }
 
-bool expert_cuda_copy(void * dest, const void * src, size_t n_bytes) {
-    cudaStream_t          stream = nullptr;
+static cudaError_t choose_device_of(const void * memory, int * device) {
     cudaPointerAttributes found;
-    cudaError_t           error = cudaPointerGetAttributes(&found, dest);
+    const cudaError_t     error = cudaPointerGetAttributes(&found, memory);
     if (error == cudaSuccess) {
-        ggml_cuda_set_device(found.device);
-        error = copy_stream(found.device, &stream);
+        ggml_cuda_set_device(*device = found.device);
+    }
+    return error;
+}
+
+// An expert_copy_t.
+static bool copy_to_device(void * dest, const void * src, size_t n_bytes) {
+    cudaStream_t stream = nullptr;
+    int          device = 0;
+    cudaError_t  error  = choose_device_of(dest, &device);
+    if (error == cudaSuccess) {
+        error = copy_stream(device, &stream);
     }
     if (error == cudaSuccess) {
         error = src ? cudaMemcpyAsync(dest, src, n_bytes, cudaMemcpyHostToDevice, stream) : cudaStreamSynchronize(stream);
@@ -176,6 +185,39 @@ bool expert_cuda_copy(void * dest, const void * src, size_t n_bytes) {
         (void) cudaGetLastError();
     }
     return error == cudaSuccess;
+}
+
+// An expert_lock_t. Not where the device would see the memory at another address.
+static bool lock_memory(const void * device_memory, void * bytes, size_t n_bytes) {
+    int         device    = 0;
+    void *      on_device = nullptr;
+    cudaError_t error     = choose_device_of(device_memory, &device);
+    if (error == cudaSuccess && n_bytes == 0) {
+        error = cudaHostUnregister(bytes);
+    } else if (error == cudaSuccess) {
+        error = cudaHostRegister(bytes, n_bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
+        if (error == cudaSuccess) {
+            error = cudaHostGetDevicePointer(&on_device, bytes, 0);
+            if (error == cudaSuccess && on_device != bytes) {
+                error = cudaErrorNotSupported;
+            }
+            if (error != cudaSuccess) {
+                (void) cudaHostUnregister(bytes);
+            }
+        }
+    }
+    if (error != cudaSuccess) {
+        GGML_LOG_WARN("%s: %zu bytes of host memory: %s\n", __func__, n_bytes, cudaGetErrorString(error));
+        (void) cudaGetLastError(); // or the next launch would be blamed for it
+    }
+    return error == cudaSuccess;
+}
+
+void * expert_cuda_proc(const char * name) {
+    if (strcmp(name, EXPERT_COPY_PROC) == 0) {
+        return (void *) copy_to_device;
+    }
+    return strcmp(name, EXPERT_LOCK_PROC) == 0 ? (void *) lock_memory : nullptr;
 }
 
 // ---- state
@@ -230,9 +272,6 @@ expert_cuda_state::~expert_cuda_state() {
 std::vector<expert_update> expert_cuda_state::changes(int32_t layer, const std::vector<int32_t> & experts) {
     const expert_layer &       described = store->layers[layer];
     std::vector<expert_update> changed;
-    if (slot_key.size() < store->slot_data.size()) {
-        slot_key.resize(store->slot_data.size(), -1);
-    }
     for (int32_t expert : experts) {
         const int32_t key  = described.first_key + expert;
         const int32_t slot = store->tables.slot_of[key];

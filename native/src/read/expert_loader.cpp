@@ -21,11 +21,11 @@ void expert_loader::add_buffers(ggml_backend_dev_t dev, char * base, uint64_t bu
 }
 
 std::vector<expert_loader::load> expert_loader::announce(
-    int32_t index, ggml_backend_dev_t dev, const std::vector<int32_t> & experts) {
+    int32_t index, ggml_backend_dev_t dev, const std::vector<int32_t> & experts, bool start_now) {
     const expert_layer &        layer = layers[index];
     std::vector<load>           loads;
     std::lock_guard<std::mutex> lock(mutex);
-    const bool                  staged = buffers.count(dev) != 0;
+    const bool                  staged = start_now && buffers.count(dev) != 0;
     for (int32_t expert : experts) {
         expert_block & block = tables.blocks[layer.first_key + expert];
         loads.push_back(std::make_shared<expert_load>(expert_load{index, expert, block, layer.block_bytes, dev}));
@@ -118,9 +118,8 @@ bool expert_loader::start_read(const load & load) {
     read.n_parts    = tables.n_parts;
     read.hashed     = load->hashed;
     const auto free = buffers.find(load->dev);
-    if (free == buffers.end()) {
-        read.dest = slots.host_slot(load->slot);
-    } else {
+    read.dest       = load->slot >= 0 ? slots.host_slot(load->slot) : nullptr;
+    if (!read.dest && free != buffers.end()) {
         read.dest = load->buffer = free->second.back();
         read.arrived             = [this, load](const char * bytes, uint64_t n) { return pass_on(load, bytes, n); };
     }

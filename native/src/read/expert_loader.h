@@ -63,8 +63,8 @@ public:
     // Staging memory for a device's slots.
     void add_buffers(ggml_backend_dev_t dev, char * base, uint64_t buffer_bytes, int32_t n);
 
-    // These experts will get slots. Reads into staging memory start now: choosing the slots costs no time then.
-    std::vector<load> announce(int32_t layer, ggml_backend_dev_t dev, const std::vector<int32_t> & experts);
+    // These experts will get slots. start_now: reads into staging memory start, so that choosing the slots costs no time.
+    std::vector<load> announce(int32_t layer, ggml_backend_dev_t dev, const std::vector<int32_t> & experts, bool start_now);
     // They have slots: what has not started yet starts.
     void assign_slots(const std::vector<load> & loads, const std::vector<int32_t> & slots);
     // They get none. Returns when no read of them is under way.

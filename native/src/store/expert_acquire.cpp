@@ -14,14 +14,18 @@ static void count_acquire(expert_books * books, int32_t index, const std::vector
     expert_trace_acquire(*books->trace, index, active, n_rows, tables.layer_slots[index]);
     const int64_t now    = ++books->now;
     int64_t       n_hits = 0;
+    int64_t       n_host = 0; // of these
     for (int32_t expert : active) {
         const int32_t key = books->layers[index].first_key + expert;
         tables.freq[key]++;
         tables.last_use[key] = now;
-        n_hits += tables.slot_of[key] >= 0;
+        const int32_t slot   = tables.slot_of[key];
+        n_hits += slot >= 0;
+        n_host += slot >= 0 && books->slot_in_place[slot];
     }
     tables.counters[EXPERT_ACQUIRES]++;
     tables.counters[EXPERT_HITS] += n_hits;
+    tables.counters[EXPERT_HOST_HITS] += n_host;
     tables.counters[EXPERT_MISSES] += (int64_t) active.size() - n_hits;
 }
 

@@ -15,7 +15,13 @@ expert_arena::~expert_arena() {
     }
 }
 
-static ggml_backend_dev_t device_by_name(const expert_books * books, const char * name) {
+bool expert_are_new_slots(const expert_books * books, const int32_t * slots, int32_t n_slots) {
+    return n_slots > 0 && std::all_of(slots, slots + n_slots, [&](int32_t slot) {
+        return slot >= 0 && slot < books->n_keys() && !books->slot_arena[slot];
+    });
+}
+
+ggml_backend_dev_t expert_device_by_name(const expert_books * books, const char * name) {
     for (ggml_backend_dev_t dev : books->layer_dev) {
         if (dev && strcmp(ggml_backend_dev_name(dev), name) == 0) {
             return dev;
@@ -82,15 +88,18 @@ static bool allocate_staging(expert_books * books, ggml_backend_dev_t dev, int *
     return true;
 }
 
-int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes, int32_t first_slot, int32_t n_slots,
-    const uint64_t * offsets, void ** host, int * pinned) {
-    *host                = nullptr;
+int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes, const int32_t * slots,
+    const uint64_t * offsets, int32_t n_slots, int * pinned) {
     *pinned              = 1;
     expert_books * books = expert_books_of(store);
     auto           arena = std::make_unique<expert_arena>();
     arena->size          = n_bytes;
-    arena->dev           = device_by_name(books, device);
+    arena->dev           = expert_device_by_name(books, device);
     if (!arena->dev) {
+        return 0;
+    }
+    if (!expert_are_new_slots(books, slots, n_slots)) {
+        expert_set_last_error("the slots of device %s are not %d new ones of %d", device, n_slots, books->n_keys());
         return 0;
     }
     const bool is_host = ggml_backend_dev_type(arena->dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
@@ -98,22 +107,15 @@ int expert_store_add_arena(expert_store * store, const char * device, uint64_t n
         return 0;
     }
     std::lock_guard<std::mutex> lock(books->mutex);
-    if (first_slot < 0 || n_slots <= 0 || (size_t) first_slot != books->slot_data.size()) {
-        expert_set_last_error("slots of device %s must follow the %zu before: %d slots from %d", device, books->slot_data.size(),
-            n_slots, first_slot);
-        return 0;
-    }
     for (int32_t i = 0; i < n_slots; i++) {
-        books->slot_data.push_back(arena->base + offsets[i]);
-        books->slot_arena.push_back(arena.get());
-        books->slot_checked.push_back(0);
+        books->slot_data[slots[i]]  = arena->base + offsets[i];
+        books->slot_arena[slots[i]] = arena.get();
     }
-    *host = is_host ? arena->base : nullptr;
     books->arenas.push_back(std::move(arena));
     return 1;
 }
 
-static expert_arena * find_arena(expert_books * books, ggml_backend_dev_t dev) {
+expert_arena * expert_find_arena(expert_books * books, ggml_backend_dev_t dev) {
     std::lock_guard<std::mutex> lock(books->mutex);
     for (const auto & arena : books->arenas) {
         if (arena->dev == dev) {
@@ -131,16 +133,27 @@ static bool is_gone(const expert_books * books) {
     return why != nullptr;
 }
 
+void expert_trace_all_slots(expert_books * books, ggml_backend_dev_t dev) {
+    const auto is_its = [&](const std::unique_ptr<expert_arena> & arena) { return arena->dev == dev; };
+    const auto found  = std::find_if(books->arenas.begin(), books->arenas.end(), is_its);
+    for (size_t l = 0; l < books->layers.size(); l++) {
+        if (books->layer_dev[l] == dev) {
+            const auto number = (int32_t) (found - books->arenas.begin());
+            expert_trace_slots(*books->trace, (int32_t) l, number, books->tables.layer_slots[l]);
+        }
+    }
+}
+
 expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev) {
     expert_books * books = expert_books_of(store);
     if (is_gone(books)) {
         return nullptr;
     }
-    if (expert_arena * arena = find_arena(books, dev)) {
+    if (expert_arena * arena = expert_find_arena(books, dev)) {
         return arena;
     }
     std::lock_guard<std::mutex> once(expert_opening);
-    if (expert_arena * arena = find_arena(books, dev)) {
+    if (expert_arena * arena = expert_find_arena(books, dev)) {
         return arena;
     }
     std::vector<int32_t> layers;
@@ -159,11 +172,9 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
         return nullptr;
     }
     std::unique_lock<std::mutex> lock(books->mutex);
-    for (int32_t layer : layers) {
-        expert_trace_slots(*books->trace, layer, (int32_t) books->arenas.size() - 1, books->tables.layer_slots[layer]);
-    }
+    expert_trace_all_slots(books, dev);
     lock.unlock();
-    return find_arena(books, dev);
+    return expert_find_arena(books, dev);
 }
 
 int expert_store_open_arenas(expert_store * store) {

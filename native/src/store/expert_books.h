@@ -40,7 +40,8 @@ struct expert_books final : expert_store, expert_slots {
     std::condition_variable                    changed;
     std::vector<ggml_backend_buffer_ptr>       staging;
     std::vector<std::unique_ptr<expert_arena>> arenas;
-    std::vector<char>                          slot_checked; // [slot] the digest of what is in it was compared when it was read
+    std::vector<char>                          slot_checked;  // [slot] the digest of what is in it was compared when it was read
+    std::vector<char>                          slot_in_place; // [slot] a device reads it where it lies, in host memory
     bool                                       busy = false; // an op holds the store
     expert_op                                  op;
     std::vector<uint32_t>                      roles_seen; // [layer] roles computed since the layer was last acquired
@@ -55,7 +56,7 @@ struct expert_books final : expert_store, expert_slots {
     expert_books(const struct stat & file, const expert_layer * layers, int32_t n_layers, const expert_tables & tables,
         const expert_provider & provider) :
         expert_store(layers, n_layers, tables), provider(provider), file_dev(file.st_dev), file_ino(file.st_ino),
-        roles_seen(n_layers, 0) {}
+        slot_checked(n_keys(), 0), slot_in_place(n_keys(), 0), roles_seen(n_layers, 0) {}
     ~expert_books();
 
     bool is_of(const struct stat & file) const { return file_dev == file.st_dev && file_ino == file.st_ino; }
@@ -77,6 +78,19 @@ inline expert_books *       expert_books_of(expert_store * store) { return stati
 inline const expert_books * expert_books_of(const expert_store * store) { return static_cast<const expert_books *>(store); }
 
 extern std::mutex expert_opening; // held while an arena is opened: two contexts may come first
+
+// In range, and none there yet.
+bool               expert_are_new_slots(const expert_books * books, const int32_t * slots, int32_t n_slots);
+ggml_backend_dev_t expert_device_by_name(const expert_books * books, const char * name);
+// NULL if the device has none. Takes the lock.
+expert_arena *     expert_find_arena(expert_books * books, ggml_backend_dev_t dev);
+
+// Waits until these slots' memory is there. Not NULL: of these host slots one can't be had. Without the lock, which the
+// fetching thread needs not: slots are added before, and by no other thread.
+expert_host_slots * expert_refused(expert_books * books, const std::vector<int32_t> & slots);
+
+// Writes the numbers of slots of the device's layers into the trace. Under the lock.
+void expert_trace_all_slots(expert_books * books, ggml_backend_dev_t dev);
 
 // Chooses slots for the op's missing experts, as many as fit, and starts their reads. Under the lock, which is given back
 // meanwhile: the provider may take long. False and the store's error if there are no slots.

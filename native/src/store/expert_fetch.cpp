@@ -59,6 +59,31 @@ static std::vector<int32_t> missing_experts(const expert_books * books, std::vec
     return missing;
 }
 
+// What was not started will not end.
+static void forget_reads(expert_op & op, const std::vector<int32_t> & experts) {
+    for (int32_t expert : experts) {
+        op.n_in_flight -= op.in_flight[expert];
+        op.in_flight[expert] = 0;
+    }
+}
+
+// These experts have got slots of which some can't be had. All of these are free again; the provider hears of those that
+// will never be.
+static void give_back(expert_books * books, int32_t layer, const std::vector<int32_t> & experts,
+    const std::vector<int32_t> & slots, expert_host_slots & refused, std::unique_lock<std::mutex> & lock) {
+    lock.lock();
+    for (size_t i = 0; i < slots.size(); i++) {
+        books->tables.reserved_slot[books->layers[layer].first_key + experts[i]] = -1;
+        books->tables.owner[slots[i]]                                            = -1;
+    }
+    lock.unlock();
+    const std::vector<int32_t> gone = refused.missing();
+    books->provider.withdraw(books->provider.user, gone.data(), (int32_t) gone.size());
+    lock.lock();
+    forget_reads(books->op, experts);
+    expert_trace_all_slots(books, books->layer_dev[layer]);
+}
+
 bool expert_fetch_missing(expert_books * books, std::unique_lock<std::mutex> & lock) {
     expert_op &                op    = books->op;
     const int32_t              layer = op.layer;
@@ -75,9 +100,14 @@ bool expert_fetch_missing(expert_books * books, std::unique_lock<std::mutex> & l
     const auto           start = std::chrono::steady_clock::now();
     std::vector<int32_t> slots = take_next_slots(books, layer, missing, active);
     lock.unlock();
-    const std::vector<expert_loader::load> loads = books->loader.announce(layer, books->layer_dev[layer], missing);
+    const auto loads = books->loader.announce(layer, books->layer_dev[layer], missing, slots.empty());
     if (slots.empty()) {
         slots = ask_for_slots(books, layer, missing, active);
+    }
+    if (expert_host_slots * refused = expert_refused(books, slots)) {
+        books->loader.cancel(loads);
+        give_back(books, layer, missing, slots, *refused, lock);
+        return true; // the rest is chosen anew
     }
     const bool ok = !slots.empty();
     lock.lock();
@@ -94,11 +124,8 @@ bool expert_fetch_missing(expert_books * books, std::unique_lock<std::mutex> & l
     }
     lock.lock();
     books->count_wait(start);
-    if (!ok) { // what was not started will not end
-        for (int32_t expert : missing) {
-            op.n_in_flight -= op.in_flight[expert];
-            op.in_flight[expert] = 0;
-        }
+    if (!ok) {
+        forget_reads(op, missing);
         books->error = "the expert provider failed to choose slots; its own message is in the log";
     }
     return ok;

@@ -3,18 +3,24 @@
 
 #include "ggml-backend-impl.h"
 
+#include <cstring>
+
 void expert_count(int64_t * counter, int64_t n) { __atomic_fetch_add(counter, n, __ATOMIC_RELAXED); }
 
 char * expert_books::host_slot(int32_t slot) {
     std::lock_guard<std::mutex> lock(mutex);
-    const bool                  there = slot >= 0 && (size_t) slot < slot_data.size();
-    return there && !slot_arena[slot]->buffer ? slot_data[slot] : nullptr;
+    const bool                  there = slot >= 0 && slot < n_keys() && slot_arena[slot];
+    return there && (slot_in_place[slot] || !slot_arena[slot]->buffer) ? slot_data[slot] : nullptr;
 }
 
 bool expert_books::copy(int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) {
+    if (char * here = host_slot(slot)) { // what was read before its slot was known
+        memcpy(here + offset, bytes, n_bytes);
+        return true;
+    }
     expert_count(&tables.counters[EXPERT_H2D_BYTES], (int64_t) n_bytes);
     std::unique_lock<std::mutex> lock(mutex);
-    if (slot < 0 || (size_t) slot >= slot_data.size()) {
+    if (slot < 0 || slot >= n_keys() || !slot_arena[slot]) {
         return false;
     }
     ggml_backend_reg_t reg  = ggml_backend_dev_backend_reg(slot_arena[slot]->dev);

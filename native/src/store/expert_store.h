@@ -2,6 +2,7 @@
 #pragma once
 
 #include "expert_hooks.h"
+#include "expert_host_slots.h"
 #include "expert_provider.h"
 
 #include "ggml-cpp.h"
@@ -21,12 +22,13 @@ struct expert_ref {
 
 // Memory of one device that slots lie in, and what the device's backend keeps with it.
 struct expert_arena {
-    ggml_backend_dev_t      dev  = nullptr;
-    char *                  base = nullptr;
-    uint64_t                size = 0;
-    ggml_backend_buffer_ptr buffer; // NULL: mapped host memory
-    std::shared_ptr<void>   backend_state;
-    std::atomic<bool>       touched{false}; // slots changed without the backend's knowledge
+    ggml_backend_dev_t                              dev  = nullptr;
+    char *                                          base = nullptr;
+    uint64_t                                        size = 0;
+    ggml_backend_buffer_ptr                         buffer; // NULL: mapped host memory
+    std::vector<std::unique_ptr<expert_host_slots>> host;   // that the device reads in place; unlocked before the buffer goes
+    std::shared_ptr<void>                           backend_state;
+    std::atomic<bool>                               touched{false}; // slots changed without the backend's knowledge
 
     ~expert_arena();
 };
@@ -37,8 +39,8 @@ struct expert_store : std::enable_shared_from_this<expert_store> {
     const expert_tables                                 tables;
     std::unordered_map<std::string, expert_ref>         refs;       // by tensor name
     std::vector<ggml_backend_dev_t>                     layer_dev;  // [layer] device that computes it, NULL: not claimed
-    std::vector<char *>                                 slot_data;  // [slot] address in its arena
-    std::vector<expert_arena *>                         slot_arena; // [slot]
+    std::vector<char *>                                 slot_data;  // [n_keys] address of the slot
+    std::vector<expert_arena *>                         slot_arena; // [n_keys] of its device; NULL: there is no such slot yet
     std::map<ggml_backend_dev_t, std::shared_ptr<void>> bufts;      // of claimed weights
 
     const int32_t * slot_of(int32_t layer) const { return tables.slot_of + layers[layer].first_key; }
@@ -46,7 +48,8 @@ struct expert_store : std::enable_shared_from_this<expert_store> {
 
 protected:
     expert_store(const expert_layer * layers, int32_t n_layers, const expert_tables & tables) :
-        layers(layers, layers + n_layers), tables(tables), layer_dev(n_layers, nullptr) {}
+        layers(layers, layers + n_layers), tables(tables), layer_dev(n_layers, nullptr), slot_data(n_keys(), nullptr),
+        slot_arena(n_keys(), nullptr) {}
     ~expert_store() = default;
 };
 

@@ -21,6 +21,7 @@ def callbacks_of(handle: Any) -> Any:
     callbacks.open_arena, callbacks.choose_slots = lib.expert_pack_open_arena, lib.expert_pack_choose_slots
     callbacks.prepare, callbacks.read = lib.expert_pack_prepare, lib.expert_pack_read
     callbacks.may_take, callbacks.withdraw = lib.expert_pack_may_take, lib.expert_pack_withdraw
+    callbacks.plan = lib.expert_pack_plan
     return callbacks
 
 
@@ -87,3 +88,12 @@ def expert_pack_withdraw(user: Any, slots: Any, n_slots: int) -> None:
         provider.withdraw(ffi.unpack(slots, n_slots))
     except Exception as error:  # the next fetch chooses among them: it fails
         provider.keep(error)
+
+
+@ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
+def expert_pack_plan(user: Any) -> None:
+    provider: Provider = ffi.from_handle(user)
+    try:
+        provider.cache.tiers.plan()
+    except Exception:  # all stays where it is
+        _log.exception("what changes places between GPU and host memory could not be chosen")

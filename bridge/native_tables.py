@@ -12,6 +12,7 @@ from ..pypack.format.layout import Layer
 from ..pypack.format.pack import Pack
 from ..pypack.placement.cache import ExpertCache
 from ..pypack.placement.slots import N_NEXT
+from ..pypack.placement.tiers import MOVES
 from ..pypack.stats.counters import Counter, Counters
 from ..pypack.values.options import Verify
 from ._provider import ffi, lib
@@ -20,6 +21,7 @@ _CHECKS: dict[Verify, int] = {"off": 0, "first": 1, "every": 2}  # expert_block.
 _BLOCK = np.dtype([("offset", "<i8"), ("fd", "<i4"), ("check", "<i4"), ("digest", "u1", (16,))])  # expert_block
 
 assert lib.EXPERT_NEXT_SLOTS == N_NEXT
+assert lib.EXPERT_MOVES == MOVES
 assert _BLOCK.itemsize == ffi.sizeof("expert_block")
 assert all(at == ffi.offsetof("expert_block", name) for name, (_, at, *_) in (_BLOCK.fields or {}).items())
 
@@ -65,6 +67,9 @@ def share_tables(cache: ExpertCache, counters: Counters, blocks: NDArray[np.void
         setattr(tables, name, ffi.from_buffer("int32_t[]", getattr(cache, name)))
     for name in ("freq", "last_use", "owner"):
         setattr(tables, name, ffi.from_buffer("int64_t[]", getattr(cache, name)))
+    for name, kind in (("in_place", "uint8_t[]"), ("seen_in_place", "uint8_t[]"), ("seen_freq", "int64_t[]"),
+                       ("seen_owner", "int64_t[]"), ("moves_up", "int32_t[]"), ("moves_down", "int32_t[]")):
+        setattr(tables, name, ffi.from_buffer(kind, getattr(cache.tiers, name)))
     tables.counters = ffi.from_buffer("int64_t[]", counters.array)
     tables.blocks = ffi.from_buffer("expert_block[]", blocks)
     return tables

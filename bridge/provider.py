@@ -185,10 +185,18 @@ class Provider:
             _log.warning("the memory that reads for %s land in is not page-locked: copies will be slower", plan.device)
 
     def _add_host_slots(self, plan: PoolPlan) -> None:
-        for pool in plan.pools:
+        for index, pool in enumerate(plan.pools):
             first = self.cache.n_slots + pool.first_slot + pool.n_slots - pool.n_host
+            spares = plan.spares(pool)
             if pool.n_host and not lib.expert_store_add_host_slots(
-                self._store, plan.device.encode(), first, pool.n_host, pool.block_bytes
+                self._store,
+                plan.device.encode(),
+                self.cache.n_pools + index,
+                first,
+                pool.n_host,
+                pool.block_bytes,
+                ffi.from_buffer("uint64_t[]", spares),
+                len(spares),
             ):
                 raise BudgetError(last_error())
 

@@ -29,7 +29,8 @@ expert_pack_sources(ggml-base base expert_error.cpp)
 expert_pack_sources(ggml-base trace expert_trace.cpp)
 expert_pack_sources(ggml-base read expert_loader.cpp expert_read.cpp expert_trust.cpp)
 expert_pack_sources(ggml-base store
-    expert_acquire.cpp expert_arena.cpp expert_fetch.cpp expert_registry.cpp expert_slots.cpp)
+    expert_acquire.cpp expert_arena.cpp expert_fetch.cpp expert_host_slots.cpp expert_in_place.cpp expert_mover.cpp
+    expert_planner.cpp expert_registry.cpp expert_slots.cpp)
 expert_pack_sources(ggml-base claim expert_buffer.cpp)
 expert_pack_sources(llama claim llama_expert.cpp)
 patched_sources(ggml-cpu ggml/src/ggml-cpu/ggml-cpu.c ggml/src/ggml-cpu/ggml-cpu.cpp)
@@ -42,7 +43,7 @@ expert_pack_sources(llama-server-impl server expert_main.cpp expert_signals.cpp)
 patched_sources(llama-server-impl tools/server/server.cpp tools/server/server-models.cpp)
 if (EXPERT_PACK_CUDA)
     expert_pack_sources(ggml-cuda cuda
-        expert_cuda.cu expert_cuda_kernels.cu expert_cuda_lookup.cu expert_cuda_segments.cu)
+        expert_cuda.cu expert_cuda_kernels.cu expert_cuda_lookup.cu expert_cuda_move.cu expert_cuda_segments.cu)
     patched_sources(ggml-cuda
         ggml/src/ggml-cuda/ggml-cuda.cu ggml/src/ggml-cuda/mmq.cu ggml/src/ggml-cuda/mmvq.cu
         ggml/src/ggml-cuda/mmvf.cu ggml/src/ggml-cuda/mmf.cu)

@@ -26,6 +26,7 @@ extern "C" {
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
 #define EXPERT_NEXT_SLOTS 64
+#define EXPERT_MOVES 16
 
 // Indices into expert_tables.counters. Those with two writers are added to with expert_count() only.
 enum expert_counter {
@@ -43,6 +44,8 @@ enum expert_counter {
     EXPERT_FALLBACKS,      // reads that did not use direct I/O                (written by both)
     EXPERT_FAILURES,       // decodes that failed because an expert could not be brought in
     EXPERT_HOST_HITS,      // of the hits, those in host memory that a device reads in place
+    EXPERT_MOVES_UP,       // experts that went from there to the device, in the background
+    EXPERT_MOVES_DOWN,     // experts that went from the device to there
     EXPERT_COUNTERS
 };
 
@@ -85,7 +88,13 @@ typedef struct expert_tables {
     int32_t *      layer_slots;   // [n_layers] slots that the layer may use. Provider writes in open_arena
     int32_t *      layer_pool;    // [n_layers] pool that they belong to. Provider writes in open_arena
     int32_t *      next_slots;    // [n_pools][EXPERT_NEXT_SLOTS] to be taken next, in this order; -1 ends them. Provider writes
+    uint8_t *      in_place;      // [n_slots] 1: the slot lies in host memory, where a device reads it. Native writes
     expert_block * blocks;        // [n_keys]
+    int64_t *      seen_freq;     // [n_keys] freq, owner and in_place as they were when plan() was asked for. Native writes
+    int64_t *      seen_owner;    // [n_slots]
+    uint8_t *      seen_in_place; // [n_slots]
+    int32_t *      moves_up;      // [n_pools][EXPERT_MOVES] slots whose experts should go to the device, in this order; -1 ends
+    int32_t *      moves_down;    // [n_pools][EXPERT_MOVES] slots whose experts should go to host memory, likewise. plan() writes
     int32_t        n_reads;       // blocks that native reads at the same time, 1 at least
     int32_t        n_parts;       // that it cuts each of them into at most, 1 at least
     int32_t        is_direct;     // the files are open for direct I/O
@@ -114,6 +123,8 @@ typedef struct expert_provider {
     void (*read)(void * user, int32_t layer, int32_t expert, int32_t slot);
     // n_bytes of host memory are about to be taken for slots: 0 if there are not so many left. From any thread.
     int (*may_take)(void * user, uint64_t n_bytes);
+    // Choose what should change places between devices and host memory, from seen_*. On a thread of the store's own.
+    void (*plan)(void * user);
     // These slots in host memory can't be had: the system gives no more, or does not lock it. They are free; never choose them
     // again. Some may have been withdrawn before. On the thread that fetches.
     void (*withdraw)(void * user, const int32_t * slots, int32_t n_slots);
@@ -132,11 +143,11 @@ void expert_store_free(expert_store * store);
 // from. 1 on success; else 0 and expert_last_error().
 int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes, const int32_t * slots,
     const uint64_t * offsets, int32_t n_slots, int * pinned);
-// Gives `device`, which has an arena, slots first_slot .. first_slot + n_slots - 1 in host memory that it reads in place: of
-// slot_bytes each, page-locked in chunks as they are needed, from the first slot on. 1 on success; else 0 and
-// expert_last_error().
-int expert_store_add_host_slots(
-    expert_store * store, const char * device, int32_t first_slot, int32_t n_slots, uint64_t slot_bytes);
+// Gives a pool of `device`, which has an arena, slots first_slot .. first_slot + n_slots - 1 in host memory that it reads in
+// place: of slot_bytes each, page-locked in chunks as they are needed, from the first slot on. spares[n_spares]: where blocks
+// of no slot start in the arena, bytes; through them experts change places. 1 on success; else 0 and expert_last_error().
+int expert_store_add_host_slots(expert_store * store, const char * device, int32_t pool, int32_t first_slot, int32_t n_slots,
+    uint64_t slot_bytes, const uint64_t * spares, int32_t n_spares);
 // Where a slot's bytes lie; NULL if not in host memory. For a read() into it.
 void * expert_store_host_slot(expert_store * store, int32_t slot);
 // The model is loaded, on this thread: from now on no other one of the same file takes weights from this store.

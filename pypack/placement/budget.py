@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..errors import BudgetError
 from ..format.layout import Layer, payload_bytes
 from ..policy.pool import Pool
+from .tiers import N_SPARE
 from ..values.sizes import is_auto, parse_size, size_text
 
 
@@ -68,8 +69,8 @@ class PoolPlan:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of all slots in the device's arena."""
-        return sum((pool.n_slots - pool.n_host) * pool.block_bytes for pool in self.pools)
+        """Bytes of the device's arena."""
+        return sum((pool.n_device + pool.n_spare) * pool.block_bytes for pool in self.pools)
 
     @property
     def host_bytes(self) -> int:
@@ -85,10 +86,15 @@ class PoolPlan:
         """[n] slots in the arena, and [n] where each starts there, bytes; multiples of 4096."""
         slots, offsets = [np.empty(0, np.int32)], [np.empty(0, np.uint64)]
         for pool in self.pools:
-            rows = np.arange(pool.n_slots - pool.n_host)
+            rows = np.arange(pool.n_device)
             slots.append((rows + pool.first_slot).astype(np.int32))
             offsets.append((rows * pool.block_bytes + pool.offset).astype(np.uint64))
         return np.concatenate(slots), np.concatenate(offsets)
+
+    def spares(self, pool: Pool) -> NDArray[np.uint64]:
+        """[pool.n_spare] where its spare blocks start in the arena, bytes."""
+        first = pool.offset + pool.n_device * pool.block_bytes
+        return np.arange(pool.n_spare, dtype=np.uint64) * np.uint64(pool.block_bytes) + np.uint64(first)
 
 
 def plan_pools(
@@ -119,18 +125,32 @@ def plan_pools(
     if usable < least_bytes:
         raise BudgetError(_too_small(device, budget_bytes, free_bytes, reserve_bytes, least_bytes, top_k))
     n_slots = _share(usable, sizes, n_least, n_experts)
-    n_left = [n_expert - n for n_expert, n in zip(n_experts, n_slots, strict=True)]
-    n_host = _share(host_bytes, sizes, [0] * len(sizes), n_left)
+    n_host, n_spare = _host_share(host_bytes, sizes, n_least, n_experts, n_slots)
 
     pools: list[Pool] = []
     first_slot = offset = 0
-    for size, n_expert, n, more in zip(sizes, n_experts, n_slots, n_host, strict=True):
+    for size, n_expert, n, more, spare in zip(sizes, n_experts, n_slots, n_host, n_spare, strict=True):
         indices = tuple(layer.index for layer in groups[size])
         n_per_token = sum(min(max(top_k, 1), layer.n_expert) for layer in groups[size])
-        pools.append(Pool(size, indices, n_expert, first_slot, n + more, offset, n_per_token, more))
-        first_slot += n + more
+        pools.append(Pool(size, indices, n_expert, first_slot, n - spare + more, offset, n_per_token, more, spare))
+        first_slot += n - spare + more
         offset += n * size
     return PoolPlan(device, tuple(pools))
+
+
+def _host_share(
+    host_bytes: int, sizes: list[int], n_least: list[int], n_experts: list[int], n_slots: list[int]
+) -> tuple[list[int], list[int]]:
+    """Slots of each pool in host memory, and how many of its ``n_slots`` become spare blocks for that."""
+    columns = list(zip(n_experts, n_slots, n_least, strict=True))
+    n_spare = [min(N_SPARE, n - least) if n < n_expert else 0 for n_expert, n, least in columns]
+    n_left = [n_expert - n + spare for (n_expert, n, _), spare in zip(columns, n_spare, strict=True)]
+    n_host = _share(host_bytes, sizes, [0] * len(sizes), n_left)
+    # where it would hold no more than the spare blocks take away, all stays as it is
+    pays = [more > spare for more, spare in zip(n_host, n_spare, strict=True)]
+    return [more * yes for more, yes in zip(n_host, pays, strict=True)], [
+        spare * yes for spare, yes in zip(n_spare, pays, strict=True)
+    ]
 
 
 def _share(usable: int, sizes: list[int], n_least: list[int], n_experts: list[int]) -> list[int]:

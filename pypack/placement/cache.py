@@ -21,6 +21,7 @@ from ..policy.base import Policy
 from ..stats.counters import Counter, Counters
 from .budget import PoolPlan
 from .slots import N_NEXT, NONE, PoolSlots, Tables
+from .tiers import Tiers
 
 
 class ExpertCache(Tables):
@@ -35,12 +36,18 @@ class ExpertCache(Tables):
         self.layer_pool: NDArray[np.int32] = np.full(len(layers), NONE, np.int32)  # [n_layers]
         # [n_pools <= n_layers, N_NEXT]
         self.next_slots: NDArray[np.int32] = np.full((len(layers), N_NEXT), NONE, np.int32)
+        self.tiers = Tiers(len(self.freq), len(layers))
         self.n_slots = 0
         self._layers = tuple(layers)
         self._policy = policy
         self._counters = counters
         self._pools: list[PoolSlots] = []
         self._lock = threading.Lock()
+
+    @property
+    def n_pools(self) -> int:
+        """Of all arenas so far."""
+        return len(self._pools)
 
     def add_arena(self, plan: PoolPlan) -> int:
         """Add a device's slots and set ``layer_slots`` of its layers; returns the number of the first slot.
@@ -61,6 +68,8 @@ class ExpertCache(Tables):
                 self.layer_pool[list(pool.layers)] = index
                 self.layer_slots[list(pool.layers)] = pool.n_slots
                 self._pools.append(PoolSlots(pool, self._policy, self, self.next_slots[index]))
+                if pool.n_host:
+                    self.tiers.add(index, pool)
             self.n_slots += plan.n_slots
             return first
 

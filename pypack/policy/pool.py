@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Pool:
     """Slots ``first_slot .. first_slot + n_slots - 1``. The last ``n_host`` of them lie in host memory, where a GPU's kernels
-    read them in place; the others in a row from byte ``offset`` of the device's arena.
+    read them in place; the others in a row from byte ``offset`` of the device's arena, with ``n_spare`` blocks of no slot behind
+    them, through which experts change places.
 
     ``n_per_token``: experts of its layers that one token uses.
     """
@@ -21,3 +22,9 @@ class Pool:
     offset: int
     n_per_token: int
     n_host: int = 0
+    n_spare: int = 0
+
+    @property
+    def n_device(self) -> int:
+        """Slots in the device's arena, at first."""
+        return self.n_slots - self.n_host

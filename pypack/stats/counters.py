@@ -31,6 +31,8 @@ class Counter(IntEnum):
     FALLBACKS = 11
     FAILURES = 12
     HOST_HITS = 13
+    MOVES_UP = 14
+    MOVES_DOWN = 15
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class ExpertStats:
     fallbacks: int  # reads without direct I/O
     failures: int  # decodes that failed
     host_hits: int  # of the hits, those that a GPU read in host memory
+    moves_up: int  # experts that went from there to a GPU, in the background
+    moves_down: int  # experts that went from a GPU to there
 
     @property
     def hit_rate(self) -> float:

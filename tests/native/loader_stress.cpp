@@ -10,7 +10,7 @@
 
 #include <set>
 
-static int64_t n_rounds = 0, n_experts = 0, n_failed = 0, n_native = 0, n_by_provider = 0, n_host_hits = 0;
+static int64_t n_rounds = 0, n_experts = 0, n_failed = 0, n_native = 0, n_by_provider = 0, n_host_hits = 0, n_moved[2] = {0, 0};
 
 static void check_bytes(int key, const char * found) {
     const char * right = &pack[blocks[key].offset];
@@ -29,7 +29,7 @@ static void check_pass(books & b, int layer) {
         if (data) {
             check(b.wanted[key], "expert %d is handed out twice, or was never asked for", expert);
             check(b.slot_of[key] >= 0 && data == b.store->slot_data[b.slot_of[key]], "expert %d is in no slot", expert);
-            check(!b.store->slot_in_place[b.slot_of[key]] || is_locked(data, bytes_of(key)), "a device can't read a slot");
+            check(!b.in_place[b.slot_of[key]] || is_locked(data, bytes_of(key)), "a device can't read a slot");
             check_bytes(key, data);
             b.wanted[key] = 0;
             n_experts++;
@@ -102,6 +102,21 @@ static void check_counters(const books & b, int64_t bytes, int64_t bytes_min, in
         (long long) bytes_max);
 }
 
+// Between two graphs of a device.
+static void move_some(books & b) {
+    fake_copier copier;
+    for (const auto & arena : b.store->arenas) {
+        bool quiet = false;
+        b.store->planned_at -= chance(50) ? (int64_t) layers.size() : 0; // a token has passed
+        for (int32_t key : expert_store_move(b.store, *arena, copier, [&] { quiet = true; })) {
+            check(quiet, "an expert moved while kernels may have read it");
+            check(b.slot_of[key] >= 0, "key %d moved and is in no slot", key);
+            check_bytes(key, b.store->slot_data[b.slot_of[key]]);
+            n_moved[b.in_place[b.slot_of[key]]]++;
+        }
+    }
+}
+
 static bool run_round(books & b, bool by_layer) {
     expert_books * const store = b.store;
     const int            layer = below((int) layers.size());
@@ -119,7 +134,7 @@ static bool run_round(books & b, bool by_layer) {
         const bool hit = b.slot_of[first_key + expert] >= 0;
         rows[expert] = b.wanted[first_key + expert] = 1;
         b.expected[hit ? EXPERT_HITS : EXPERT_MISSES]++;
-        b.expected[EXPERT_HOST_HITS] += hit && store->slot_in_place[b.slot_of[first_key + expert]];
+        b.expected[EXPERT_HOST_HITS] += hit && b.in_place[b.slot_of[first_key + expert]];
     }
     b.expected[EXPERT_ACQUIRES]++;
     const int64_t read_before = b.counters[EXPERT_READ_BYTES];
@@ -143,6 +158,7 @@ static bool run_round(books & b, bool by_layer) {
         thread.join();
     }
     b.reading.clear();
+    move_some(b);
 
     check(ok == !b.failed, "the decode %s", ok ? "did not fail" : "failed");
     check(!ok || std::count(b.wanted.begin(), b.wanted.end(), 1) == 0, "experts were not handed out");
@@ -186,10 +202,11 @@ static void run_store(uint32_t seed, fake_device ** devices) {
         }
     }
     const expert_tables   tables = {b.slot_of.data(), b.freq.data(), b.last_use.data(), b.counters.data(), b.reserved_slot.data(),
-          b.owner.data(), b.layer_slots.data(), b.layer_pool.data(), b.next_slots.data(), b.blocks.data(), n_reads, n_parts,
+          b.owner.data(), b.layer_slots.data(), b.layer_pool.data(), b.next_slots.data(), b.in_place.data(), b.blocks.data(),
+          b.seen_freq.data(), b.seen_owner.data(), b.seen_in_place.data(), b.moves_up.data(), b.moves_down.data(), n_reads, n_parts,
           chance(50)};
     const expert_provider provider = {
-        EXPERT_ABI_VERSION, sizeof(expert_provider), &b, open_arena, choose_slots, prepare, read, may_take, withdraw};
+        EXPERT_ABI_VERSION, sizeof(expert_provider), &b, open_arena, choose_slots, prepare, read, may_take, plan, withdraw};
     b.store = expert_books_of(expert_store_create(pack_path.c_str(), layers.data(), (int32_t) layers.size(), &tables, &provider));
     check(b.store, "no store: %s", expert_last_error());
     for (size_t l = 0; l < layers.size(); l++) {
@@ -220,6 +237,13 @@ static void run_store(uint32_t seed, fake_device ** devices) {
         }
     }
     begin_step("seed %u, end", seed);
+    for (const auto & arena : b.store->arenas) {
+        for (expert_mover & mover : arena->movers) {
+            fake_copier          copier; // a device's end waits for its copies
+            std::vector<int32_t> moved;
+            mover.end(*b.store, copier, moved);
+        }
+    }
     expert_store_free(b.store);
     expert_trace_free(trace);
     close(trace_fd);
@@ -251,13 +275,15 @@ int main(int argc, char ** argv) {
     watchdog.join();
     check(n_parts_kept > 0 && n_parts_passed_on > 0 && n_failed > 0, "not all was tried");
     check(n_host_hits > 0 && n_withdrawn > 0, "not all was tried in host memory");
+    check(n_moved[0] > 0 && n_moved[1] > 0, "no experts moved up, or none down");
     check(n_taken > 0 && n_chosen > 0 && n_skipped > 0, "not all slots were tried");
     printf(
         "ok: seeds %d to %d, %lld rounds (%lld failed as they must), %lld experts right; %lld read by native, %lld by the "
         "provider; %lld parts came before their slot was known, %lld after; %lld slots were taken by native, %lld chosen for it, "
-        "%lld left out; %lld hits in host memory, %lld slots there could not be had\n",
+        "%lld left out; %lld hits in host memory, %lld slots there could not be had; %lld experts moved up, %lld down\n",
         first, first + n - 1, (long long) n_rounds, (long long) n_failed, (long long) n_experts, (long long) n_native,
         (long long) n_by_provider, (long long) n_parts_kept.load(), (long long) n_parts_passed_on.load(), (long long) n_taken,
-        (long long) n_chosen, (long long) n_skipped, (long long) n_host_hits, (long long) n_withdrawn);
+        (long long) n_chosen, (long long) n_skipped, (long long) n_host_hits, (long long) n_withdrawn,
+        (long long) n_moved[0], (long long) n_moved[1]);
     return 0;
 }

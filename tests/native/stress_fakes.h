@@ -3,6 +3,7 @@
 #pragma once
 
 #include "expert_hooks.h"
+#include "expert_mover.h"
 
 #include "ggml-backend-impl.h"
 
@@ -195,6 +196,35 @@ static bool is_locked(const char * bytes, size_t n_bytes) {
     auto                        next = locked.upper_bound(bytes);
     return next != locked.begin() && bytes + n_bytes <= std::prev(next)->first + std::prev(next)->second;
 }
+
+// A copy in the background, of what may be written meanwhile: then nobody uses it.
+#if defined(__SANITIZE_THREAD__)
+__attribute__((no_sanitize("thread")))
+#endif
+static void copy_racing(char * dest, const char * src, size_t n_bytes) {
+    for (size_t i = 0; i < n_bytes; i++) {
+        ((volatile char *) dest)[i] = ((const volatile char *) src)[i];
+    }
+}
+
+struct fake_copier final : expert_copier {
+    void * start(char * dest, const char * src, uint64_t n_bytes, bool to_device) override {
+        check(is_locked(to_device ? src : dest, n_bytes), "host memory of a move is not locked");
+        if (copy_faults == COPY_REFUSED && chance(20)) {
+            return nullptr;
+        }
+        return new std::thread([=] {
+            nap(50, 3000);
+            copy_racing(dest, src, n_bytes);
+        });
+    }
+    bool end(void * copy) override {
+        std::thread * thread = (std::thread *) copy;
+        thread->join();
+        delete thread;
+        return !(copy_faults == COPY_WAIT_FAILS && chance(20));
+    }
+};
 
 static void * fake_proc(ggml_backend_reg_t, const char * name) {
     return strcmp(name, EXPERT_COPY_PROC) == 0 ? (void *) fake_copy

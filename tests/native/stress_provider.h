@@ -85,15 +85,19 @@ static int64_t n_chosen  = 0; // that it had chosen for it
 static int64_t n_skipped = 0; // that were to be taken next and were not: in use
 static int64_t n_withdrawn = 0; // that could not be had in host memory
 
+static std::atomic<int64_t> n_plans{0};
+static const int            N_SPARE = 2; // blocks of a pool that has slots in host memory
+
 struct books {
     expert_books *            store  = nullptr;
     std::vector<expert_block> blocks = ::blocks;
     std::vector<int32_t>      slot_of, reserved_slot, layer_slots, layer_pool, next_slots;
-    std::vector<int64_t>      owner, freq, last_use, counters, expected;
+    std::vector<int64_t>      owner, freq, last_use, counters, expected, seen_freq, seen_owner;
+    std::vector<uint8_t>      in_place, seen_in_place;
+    std::vector<int32_t>      moves_up, moves_down;
     std::vector<pool>         pools;
     const int32_t             kind = below(3); // of check, for all blocks
     std::vector<char>         never_right;     // [key] when native reads it
-    std::vector<char *>       host;            // [slot] NULL: on a device
     std::vector<char>         gone;            // [slot] withdrawn
 
     const int        memory_short   = chance(30) ? 50 : 0; // percent of the times that host memory is asked for
@@ -115,6 +119,8 @@ struct books {
         slot_of(blocks.size(), -1), reserved_slot(blocks.size(), -1), layer_slots(layers.size(), 0),
         layer_pool(layers.size(), -1), next_slots(layers.size() * EXPERT_NEXT_SLOTS, -1), owner(blocks.size(), -1),
         freq(blocks.size(), 0), last_use(blocks.size(), 0), counters(EXPERT_COUNTERS, 0), expected(EXPERT_COUNTERS, 0),
+        seen_freq(blocks.size(), 0), seen_owner(blocks.size(), -1), in_place(blocks.size(), 0), seen_in_place(blocks.size(), 0),
+        moves_up(layers.size() * EXPERT_MOVES, -1), moves_down(layers.size() * EXPERT_MOVES, -1),
         never_right(blocks.size(), 0), wanted(blocks.size(), 0), given(blocks.size(), 0) {}
 };
 
@@ -173,26 +179,31 @@ static int open_arena(void * user, const char * device, uint64_t, const int32_t 
             slots.push_back(pool.first + s);
             offsets.push_back(n_bytes);
         }
+        n_bytes += N_SPARE * pool.block_bytes * (pool.n_host > 0);
         n += pool.n;
         choose_next(b, (int32_t) index, {});
     }
     for (int i = 0; i < n_layers; i++) {
         b.layer_slots[on_device[i]] = b.pools[b.layer_pool[on_device[i]]].n;
     }
-    int pinned = 0;
+    int n_host_before = 0;
+    int pinned        = 0;
     int ok     = expert_store_add_arena(b.store, device, n_bytes, slots.data(), offsets.data(), (int) slots.size(), &pinned);
     check(ok && pinned, "no arena: %s", expert_last_error());
     check(!expert_store_add_arena(b.store, device, n_bytes, slots.data(), offsets.data(), 1, &pinned), "a slot was added twice");
     for (size_t index = first_pool; index < b.pools.size(); index++) {
-        const pool & pool = b.pools[index];
-        const int    end  = pool.first + pool.n;
-        ok = !pool.n_host || expert_store_add_host_slots(b.store, device, end - pool.n_host, pool.n_host, pool.block_bytes);
+        const pool &     pool      = b.pools[index];
+        const int        end       = pool.first + pool.n;
+        const uint64_t   size      = pool.block_bytes;
+        const uint64_t   past      = offsets[end - pool.n_host - 1 - first - n_host_before] + size; // the spare blocks
+        const uint64_t   spares[]  = {past, past + size};
+        static_assert(N_SPARE == sizeof(spares) / sizeof(spares[0]), "");
+        n_host_before += pool.n_host;
+        ok = !pool.n_host ||
+             expert_store_add_host_slots(b.store, device, (int) index, end - pool.n_host, pool.n_host, size, spares, N_SPARE);
         check(ok, "no slots in host memory: %s", expert_last_error());
     }
     b.holder.resize(first + n, -1);
-    for (int slot = first; slot < first + n; slot++) {
-        b.host.push_back((char *) expert_store_host_slot(b.store, slot));
-    }
     for (fake_device * gpu : gpus) {
         if (strcmp(gpu->name, device) == 0) {
             gpu->base = b.store->arenas.back()->base;
@@ -325,6 +336,24 @@ static int choose_slots(void * user, int32_t layer, const int32_t * missing, int
     return 1;
 }
 
+// Slots of any kind, also what can't move: free ones, ones being loaded, ones that lie on the other side.
+static void plan(void * user) {
+    books & b = *(books *) user;
+    nap(50, 2000);
+    for (size_t slot = 0; slot < b.holder.size(); slot++) {
+        check(b.seen_owner[slot] < (int64_t) blocks.size() && b.seen_in_place[slot] <= 1, "slot %zu was seen wrong", slot);
+    }
+    for (size_t index = 0; index < b.pools.size(); index++) {
+        for (auto * moves : {&b.moves_up, &b.moves_down}) {
+            const int n = below(EXPERT_MOVES + 1);
+            for (int i = 0; i < EXPERT_MOVES; i++) {
+                (*moves)[index * EXPERT_MOVES + i] = i < n ? b.pools[index].first + below(b.pools[index].n) : -1;
+            }
+        }
+    }
+    n_plans++;
+}
+
 static int may_take(void * user, uint64_t) { return !chance(((books *) user)->memory_short); }
 
 // What was chosen for the fetch under way is free again, and these slots, the last of their pool, are gone.
@@ -376,8 +405,9 @@ static void read_now(books & b, int32_t layer, int32_t expert, int32_t slot) {
     nap(50, 2000);
     bool ok = !chance(b.provider_fails) &&
               __real_pread(::blocks[key].fd, bytes.data(), bytes.size(), ::blocks[key].offset) == (ssize_t) bytes.size();
-    if (ok && b.host[slot]) {
-        memcpy(b.host[slot], bytes.data(), bytes.size());
+    void * const in_host = expert_store_host_slot(b.store, slot); // it may have moved since the last time
+    if (ok && in_host) {
+        memcpy(in_host, bytes.data(), bytes.size());
     } else if (ok) {
         ok = expert_store_fill(b.store, slot, bytes.data(), bytes.size());
     }

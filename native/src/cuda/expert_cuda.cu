@@ -110,6 +110,7 @@ void expert_cuda_take_arena(expert_cuda_state & state, ggml_backend_cuda_context
     if (arena->touched.exchange(false)) {
         state.rewrite(ctx.stream());
     }
+    state.move(*arena, ctx.stream());
 }
 
 void expert_cuda_mark_use(expert_cuda_state & state, ggml_backend_cuda_context & ctx) {

@@ -267,6 +267,11 @@ expert_cuda_state::~expert_cuda_state() {
     (void) cudaFreeHost(ids);
     (void) cudaFreeHost(ids_segments);
     (void) cudaEventDestroy(used);
+    for (cudaStream_t stream : moving) {
+        if (stream) {
+            (void) cudaStreamDestroy(stream);
+        }
+    }
 }
 
 std::vector<expert_update> expert_cuda_state::changes(int32_t layer, const std::vector<int32_t> & experts) {

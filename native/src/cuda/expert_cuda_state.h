@@ -35,7 +35,7 @@ struct expert_mailbox {
 };
 
 // Where the experts of one layer are and what the lookup needs to know of it.
-struct expert_cuda_state {
+struct expert_cuda_state final : expert_copier {
     expert_store *       store;
     int                  device;
     char *               base;     // of the arena
@@ -53,6 +53,7 @@ struct expert_cuda_state {
     cudaEvent_t          used = nullptr; // the last kernel that reads the arena
     const void *         user = nullptr; // the context that launched it
     std::mutex           graph_mutex;    // one graph uses table, mailbox and arena at a time
+    cudaStream_t         moving[2] = {}; // background copies to host memory, to the device
 
     expert_cuda_state(expert_store * store, int device, char * base);
     ~expert_cuda_state();
@@ -64,6 +65,11 @@ struct expert_cuda_state {
     // Writes the whole table anew: after a failure.
     void rewrite(cudaStream_t stream);
     void apply(const std::vector<expert_update> & changed, cudaStream_t stream);
+    // Experts change places between the arena and host memory: before a graph.
+    void move(expert_arena & arena, cudaStream_t stream);
+
+    void * start(char * dest, const char * src, uint64_t n_bytes, bool to_device) override;
+    bool   end(void * copy) override;
 };
 
 // The state of the device that computes the weight's layer; opens the arena. NULL and the store's error if it can't.

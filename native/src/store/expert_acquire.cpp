@@ -21,7 +21,7 @@ static void count_acquire(expert_books * books, int32_t index, const std::vector
         tables.last_use[key] = now;
         const int32_t slot   = tables.slot_of[key];
         n_hits += slot >= 0;
-        n_host += slot >= 0 && books->slot_in_place[slot];
+        n_host += slot >= 0 && tables.in_place[slot];
     }
     tables.counters[EXPERT_ACQUIRES]++;
     tables.counters[EXPERT_HITS] += n_hits;

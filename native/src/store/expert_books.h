@@ -3,6 +3,7 @@
 
 #include "expert_error.h"
 #include "expert_loader.h"
+#include "expert_planner.h"
 #include "expert_store.h"
 #include "expert_trace.h"
 
@@ -41,7 +42,7 @@ struct expert_books final : expert_store, expert_slots {
     std::vector<ggml_backend_buffer_ptr>       staging;
     std::vector<std::unique_ptr<expert_arena>> arenas;
     std::vector<char>                          slot_checked;  // [slot] the digest of what is in it was compared when it was read
-    std::vector<char>                          slot_in_place; // [slot] a device reads it where it lies, in host memory
+    std::vector<int32_t>                       slot_loads;    // [slot] how many experts were published in it
     bool                                       busy = false; // an op holds the store
     expert_op                                  op;
     std::vector<uint32_t>                      roles_seen; // [layer] roles computed since the layer was last acquired
@@ -51,12 +52,14 @@ struct expert_books final : expert_store, expert_slots {
     expert_trace *                             trace  = &no_trace; // the provider's, or that: nobody wants one
     bool                                       broken = false;     // bytes were handed out wrong: the next op fails
 
-    expert_loader loader{layers, tables, *this}; // the last member: its threads use the others
+    expert_loader  loader{layers, tables, *this}; // the last members: their threads use the others
+    expert_planner planner;
+    int64_t        planned_at = 0; // number of the acquire
 
     expert_books(const struct stat & file, const expert_layer * layers, int32_t n_layers, const expert_tables & tables,
         const expert_provider & provider) :
         expert_store(layers, n_layers, tables), provider(provider), file_dev(file.st_dev), file_ino(file.st_ino),
-        slot_checked(n_keys(), 0), slot_in_place(n_keys(), 0), roles_seen(n_layers, 0) {}
+        slot_checked(n_keys(), 0), slot_loads(n_keys(), 0), roles_seen(n_layers, 0) {}
     ~expert_books();
 
     bool is_of(const struct stat & file) const { return file_dev == file.st_dev && file_ino == file.st_ino; }

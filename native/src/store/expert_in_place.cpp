@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <numeric>
 
-int expert_store_add_host_slots(
-    expert_store * store, const char * device, int32_t first_slot, int32_t n_slots, uint64_t slot_bytes) {
+int expert_store_add_host_slots(expert_store * store, const char * device, int32_t pool, int32_t first_slot, int32_t n_slots,
+    uint64_t slot_bytes, const uint64_t * spares, int32_t n_spares) {
     expert_books * const     books = expert_books_of(store);
     const ggml_backend_dev_t dev   = expert_device_by_name(books, device);
     expert_arena * const     arena = dev ? expert_find_arena(books, dev) : nullptr;
@@ -26,11 +26,16 @@ int expert_store_add_host_slots(
         return 0;
     }
     for (int32_t slot : slots) {
-        books->slot_data[slot]     = host->data(slot);
-        books->slot_arena[slot]    = arena;
-        books->slot_in_place[slot] = 1;
+        books->slot_data[slot]       = host->data(slot);
+        books->slot_arena[slot]      = arena;
+        books->tables.in_place[slot] = 1;
     }
     arena->host.push_back(std::move(host));
+    std::vector<char *> blocks;
+    for (int32_t i = 0; i < n_spares; i++) {
+        blocks.push_back(arena->base + spares[i]);
+    }
+    arena->movers.emplace_back(pool, slot_bytes, std::move(blocks));
     return 1;
 }
 
@@ -45,4 +50,38 @@ expert_host_slots * expert_refused(expert_books * books, const std::vector<int32
         }
     }
     return nullptr;
+}
+
+// Once a token: its layers have had their turn. Under the lock, and not while a plan is made.
+static void ask_for_plan(expert_books * books) {
+    if (books->now - books->planned_at < (int64_t) books->layers.size()) {
+        return;
+    }
+    books->planned_at            = books->now;
+    const expert_tables & tables = books->tables;
+    const size_t          n      = books->n_keys();
+    std::copy_n(tables.freq, n, tables.seen_freq);
+    std::copy_n(tables.owner, n, tables.seen_owner);
+    std::copy_n(tables.in_place, n, tables.seen_in_place);
+    books->planner.ask([books] { books->provider.plan(books->provider.user); });
+}
+
+std::vector<int32_t> expert_store_move(
+    expert_store * store, expert_arena & arena, expert_copier & copier, const std::function<void()> & quiet) {
+    expert_books * const books = expert_books_of(store);
+    std::vector<int32_t> moved;
+    if (arena.movers.empty() || books->gone) {
+        return moved;
+    }
+    if (std::any_of(arena.movers.begin(), arena.movers.end(), [](const expert_mover & mover) { return mover.has_moves(); })) {
+        quiet();
+    }
+    std::lock_guard<std::mutex> lock(books->mutex);
+    books->planner.wait(); // what is planned is a function of the acquires, not of time; no lock is needed for it
+    for (expert_mover & mover : arena.movers) {
+        mover.end(*books, copier, moved);
+        mover.start(*books, copier);
+    }
+    ask_for_plan(books);
+    return moved;
 }

@@ -192,6 +192,7 @@ void expert_store_free(expert_store * store) {
         std::lock_guard<std::mutex> lock(registry_mutex);
         expert_books_of(store)->gone = CLOSED;
     }
+    expert_books_of(store)->planner.stop(); // its callback is the provider's
     expert_store_loaded(store);
 }
 

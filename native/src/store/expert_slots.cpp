@@ -10,7 +10,7 @@ void expert_count(int64_t * counter, int64_t n) { __atomic_fetch_add(counter, n,
 char * expert_books::host_slot(int32_t slot) {
     std::lock_guard<std::mutex> lock(mutex);
     const bool                  there = slot >= 0 && slot < n_keys() && slot_arena[slot];
-    return there && (slot_in_place[slot] || !slot_arena[slot]->buffer) ? slot_data[slot] : nullptr;
+    return there && (tables.in_place[slot] || !slot_arena[slot]->buffer) ? slot_data[slot] : nullptr;
 }
 
 bool expert_books::copy(int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) {
@@ -56,6 +56,7 @@ bool expert_books::read_ended(int32_t layer, int32_t expert) {
 
 void expert_books::publish(int32_t layer, int32_t expert, int32_t slot, bool checked) {
     std::lock_guard<std::mutex> lock(mutex);
+    slot_loads[slot]++;
     slot_checked[slot]                               = checked;
     tables.slot_of[layers[layer].first_key + expert] = slot;
     tables.counters[EXPERT_LOADS]++;

@@ -3,6 +3,7 @@
 
 #include "expert_hooks.h"
 #include "expert_host_slots.h"
+#include "expert_mover.h"
 #include "expert_provider.h"
 
 #include "ggml-cpp.h"
@@ -27,6 +28,7 @@ struct expert_arena {
     uint64_t                                        size = 0;
     ggml_backend_buffer_ptr                         buffer; // NULL: mapped host memory
     std::vector<std::unique_ptr<expert_host_slots>> host;   // that the device reads in place; unlocked before the buffer goes
+    std::vector<expert_mover>                       movers; // between both
     std::shared_ptr<void>                           backend_state;
     std::atomic<bool>                               touched{false}; // slots changed without the backend's knowledge
 
@@ -61,6 +63,11 @@ bool expert_store_claim(const expert_ref & ref, ggml_backend_dev_t dev);
 // The arena of a device, opened if it is not there yet; NULL and an error if that failed. Takes no lock while the
 // provider is called.
 expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev);
+
+// Between two graphs of an arena's device: ends the moves under way, once all kernels have ended that read the arena (quiet),
+// and starts others. The keys whose slots lie elsewhere now.
+std::vector<int32_t> expert_store_move(
+    expert_store * store, expert_arena & arena, expert_copier & copier, const std::function<void()> & quiet);
 
 // ---- a whole layer in device memory, between expert_layer_begin() and expert_op_end(): passes as in host memory
 

@@ -1,0 +1,50 @@
+#include "expert_mover.h"
+
+#include "expert_books.h"
+
+#include <algorithm>
+
+// Its expert is there, and it lies on the other side.
+bool expert_mover::may_move(const expert_books & books, int32_t slot, bool up) const {
+    const int64_t key = books.tables.owner[slot];
+    return key >= 0 && books.tables.slot_of[key] == slot && (books.tables.in_place[slot] != 0) == up &&
+           std::none_of(moves.begin(), moves.end(), [&](const move & move) { return move.slot == slot; });
+}
+
+void expert_mover::end(expert_books & books, expert_copier & copier, std::vector<int32_t> & moved) {
+    for (const move & move : moves) {
+        const bool    ok   = copier.end(move.copy);
+        const int64_t key  = books.tables.owner[move.slot];
+        const bool    same = key >= 0 && books.tables.slot_of[key] == move.slot && books.slot_loads[move.slot] == move.load;
+        char *        free = move.to;
+        broken             = broken || !ok;
+        if (ok && same) {
+            std::swap(books.slot_data[move.slot], free);
+            books.tables.in_place[move.slot] = !move.up;
+            books.tables.counters[move.up ? EXPERT_MOVES_UP : EXPERT_MOVES_DOWN]++;
+            moved.push_back((int32_t) key);
+        }
+        (move.up == (ok && same) ? in_host : on_device).push_back(free);
+    }
+    moves.clear();
+}
+
+void expert_mover::start_some(expert_books & books, expert_copier & copier, const int32_t * slots, bool up) {
+    std::vector<char *> & spares = up ? on_device : in_host;
+    for (int32_t i = 0; i < EXPERT_MOVES && slots[i] >= 0 && !spares.empty() && !broken; i++) {
+        if (!may_move(books, slots[i], up)) {
+            continue;
+        }
+        void * copy = copier.start(spares.back(), books.slot_data[slots[i]], slot_bytes, up);
+        broken      = !copy;
+        if (copy) {
+            moves.push_back({slots[i], books.slot_loads[slots[i]], spares.back(), up, copy});
+            spares.pop_back();
+        }
+    }
+}
+
+void expert_mover::start(expert_books & books, expert_copier & copier) {
+    start_some(books, copier, books.tables.moves_down + pool * EXPERT_MOVES, false);
+    start_some(books, copier, books.tables.moves_up + pool * EXPERT_MOVES, true);
+}

@@ -18,7 +18,7 @@ from llama_expert_pack.pypack.convert.convert import convert
 from llama_expert_pack.pypack.errors import GGUFError
 from llama_expert_pack.pypack.format.pack import open_pack
 
-BUDGETS = ("all", "half", "least")
+BUDGETS = ("all", "half", "least", "least+some", "least+rest", "half+some")  # on the GPU + in host memory
 # prefill of several sizes, small batches that take other kernels, single tokens
 BATCHES = [64, 32, 1, 2, 4, 8, 16, 3, 7, *[1] * 16]
 N_GREEDY = 300
@@ -73,12 +73,20 @@ def _compare_share(models: dict[str, Path], scratch: Path, options: dict[str, An
         except GGUFError:
             continue  # upstream calls some dense models "moe"; tests/conformance says which
         least = minimum_budget(pack)
-        budgets = {"all": pack.payload_bytes, "half": max(least, pack.payload_bytes // 2), "least": least}
+        whole, half = pack.payload_bytes, max(least, pack.payload_bytes // 2)
+        budgets = {
+            "all": (whole, 0),
+            "half": (half, 0),
+            "least": (least, 0),
+            "least+some": (least, whole // 4),
+            "least+rest": (least, whole),
+            "half+some": (half, whole // 4),
+        }
         common = {"model": str(path), "batches": BATCHES, "greedy": N_GREEDY if name in COMMON else 0}
         base = {"n_gpu_layers": -1, "n_ctx": 512, **options}
         jobs.append({"id": f"{name}.stock", "stock": True, "repack": True, "llama": base, **common})
-        for budget, n_bytes in budgets.items():
-            packed = {**base, "expert_pack": True, "expert_cache_reserve": 0, "expert_cache": n_bytes}
+        for budget, (n_bytes, ram) in budgets.items():
+            packed = {**base, "expert_pack": True, "expert_cache_reserve": 0, "expert_cache": n_bytes, "expert_ram": ram}
             jobs.append({"id": f"{name}.{budget}", "stock": False, "llama": packed, **common})
             cases.append(Case(name, budget))
     runs = run_jobs(jobs, scratch) if jobs else {}

@@ -34,7 +34,14 @@ def test_logits_and_greedy_tokens_are_identical(
     _, stock, ours = cases[name, budget]
     assert differences(stock, ours) == ""
     assert ours.stats["loads"] > 0, "no expert came from the pack"
+    assert (ours.stats["host_hits"] > 0) == ("+" in budget)
     assert ours.found["greedy"] == stock.found["greedy"]
+
+
+def test_experts_changed_places(cases: dict[tuple[str, str], tuple[Case, Run, Run]]) -> None:
+    """Between the GPU and host memory, both ways, in some of the runs above."""
+    for moves in ("moves_up", "moves_down"):
+        assert any(ours.stats[moves] > 0 for _, _, ours in cases.values()), moves
 
 
 def test_a_token_that_names_an_expert_twice(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_expert_pack.pypack.errors import BudgetError, UsageError
-from llama_expert_pack.pypack.placement.budget import cache_budget, cache_room, plan_pools
+from llama_expert_pack.pypack.placement.budget import cache_budget, cache_room, host_budget, plan_pools
+from llama_expert_pack.pypack.placement.tiers import N_SPARE
 from llama_expert_pack.pypack.values.sizes import parse_size
 from tests.unit.fake_pack import make_layers
 
@@ -175,10 +176,56 @@ def test_plans(shapes: list[tuple[int, int]], top_k: int, fraction: float) -> No
     for pool in plan.pools:  # the same share for all; single slots more for what is left
         assert pool.n_slots >= int(common * n_experts[pool.block_bytes])
 
-    offsets = plan.offsets()
-    assert offsets.dtype == np.uint64 and len(offsets) == plan.n_slots
+    slots, offsets = plan.arena_slots()
+    assert offsets.dtype == np.uint64 and slots.tolist() == list(range(plan.n_slots))
     ends = [
         int(offset) + pool.block_bytes for pool in plan.pools for offset in offsets[pool.first_slot :][: pool.n_slots]
     ]
     assert [*map(int, offsets), plan.arena_bytes] == [0, *ends], "slots lie one after the other"
     assert not (offsets % np.uint64(4096)).any()
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([4096, 8192, 12288])), min_size=1, max_size=5),
+    top_k=st.integers(1, 8),
+    fraction=st.floats(0, 1.2),
+    host_fraction=st.floats(0, 1.2),
+)
+def test_plans_with_host_memory(
+    shapes: list[tuple[int, int]], top_k: int, fraction: float, host_fraction: float
+) -> None:
+    """The device gets what it gets without; of its blocks some are spare, but never those of a working set."""
+    layers = make_layers(shapes)
+    whole = sum(layer.n_expert * layer.block_bytes for layer in layers)
+    host_bytes = int(host_fraction * whole)
+    try:
+        alone = plan_pools(layers, int(fraction * whole), top_k)
+    except BudgetError:
+        return
+    plan = plan_pools(layers, int(fraction * whole), top_k, host_bytes=host_bytes)
+    assert plan.arena_bytes == alone.arena_bytes and plan.host_bytes <= host_bytes
+    slots, offsets = plan.arena_slots()
+    starts = {int(offset) for offset in offsets}
+    for pool, before in zip(plan.pools, alone.pools, strict=True):
+        n_least = max(min(top_k, layers[i].n_expert) for i in pool.layers)
+        assert pool.n_device + pool.n_spare == before.n_slots and n_least <= pool.n_device
+        assert before.n_slots <= pool.n_slots <= pool.n_experts and pool.n_spare <= N_SPARE
+        assert (pool.n_host > pool.n_spare) if pool.n_host else pool.n_spare == 0
+        spares = plan.spares(pool).tolist()
+        assert len(spares) == pool.n_spare and not starts & set(spares)
+        starts |= set(spares)
+        mine = slots[(slots >= pool.first_slot) & (slots < pool.first_slot + pool.n_slots)]
+        assert mine.tolist() == list(range(pool.first_slot, pool.first_slot + pool.n_device)), "host slots are the last"
+    assert len(starts) == len(slots) + sum(pool.n_spare for pool in plan.pools), "no two blocks are the same"
+    if host_bytes >= whole:
+        assert all(pool.n_slots == pool.n_experts for pool in plan.pools), "all fits"
+
+
+def test_host_memory_is_shared_by_the_layers_of_all_devices() -> None:
+    layers = make_layers([(8, 4096), (24, 4096)])
+    both = [host_budget("1MiB", [layer], layers, 8 * MIB, 0) for layer in layers]
+    assert both == [MIB // 4, MIB * 3 // 4]
+    assert host_budget("50%", layers, layers, 9 * MIB, MIB) == 4 * MIB
+    assert host_budget("auto", layers, layers, 11 * MIB, MIB) == 9 * MIB, "a tenth is left to others"
+    assert host_budget("64GiB", layers, layers, 11 * MIB, MIB) == 10 * MIB, "never more than there is"
+    assert host_budget("auto", layers, layers, MIB, 2 * MIB) == 0 == host_budget(0, layers, layers, MIB, 0)

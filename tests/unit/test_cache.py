@@ -164,6 +164,21 @@ def test_shared_tables_have_the_shapes_of_the_header() -> None:
     assert (cache.slot_of == -1).all()
 
 
+def test_withdrawn_slots_are_gone() -> None:
+    cache, counters, layer = small_cache(n_slots=4)
+    for experts in ([0], [1]):
+        for slot in cache.choose_slots(0, acquire(cache, counters, layer, experts), experts):
+            publish(cache, slot)
+        cache.prepare(0, experts)
+    cache.withdraw([2, 3])
+    assert cache.layer_slots.tolist() == [2] and cache.next_slots[0].tolist()[:3] == [0, 1, -1]
+    assert cache.choose_slots(0, acquire(cache, counters, layer, [2]), [2]) == [0]
+    cache.withdraw([2, 3])
+    assert cache.layer_slots.tolist() == [2]
+    with pytest.raises(BudgetError, match="2 more slots are needed, but only 1 of 2"):
+        cache.choose_slots(0, [3, 4], [3, 4])
+
+
 def test_the_policy_chooses_and_active_experts_stay() -> None:
     cache, counters, layer = small_cache()
     for experts in ([0], [1], [2], [3]):

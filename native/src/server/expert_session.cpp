@@ -163,6 +163,9 @@ static const struct {
 } reported[] = {
     {EXPERT_ACQUIRES, "lookups_total", "Expert layers looked up, one per layer and batch", 1},
     {EXPERT_HITS, "hits_total", "Unique experts of a lookup that were in the cache", 1},
+    {EXPERT_HOST_HITS, "host_hits_total", "Of the hits, those that a device read in host memory", 1},
+    {EXPERT_MOVES_UP, "moves_up_total", "Experts that went from host memory to a device in the background", 1},
+    {EXPERT_MOVES_DOWN, "moves_down_total", "Experts that went from a device to host memory in the background", 1},
     {EXPERT_MISSES, "misses_total", "Unique experts of a lookup that were not in the cache", 1},
     {EXPERT_EVICTIONS, "evictions_total", "Experts that left the cache for another one", 1},
     {EXPERT_LOADS, "loads_total", "Experts brought into the cache", 1},

@@ -14,9 +14,11 @@ from weakref import WeakSet
 from ..pypack.errors import DecodeError, UsageError
 from ..pypack.stats.counters import ExpertStats
 from ..pypack.stats.stats_file import StatsWriter
+from ..pypack.values.checks import check_count
 from ..pypack.values.option_tables import keyword_lines, with_keywords
 from ..pypack.values.options import OPTIONS, ExpertOptions, is_pack
 from . import garbage, interrupts, library, openmp  # noqa: F401 (openmp acts at forks)
+from .cpu_layers import first_blocks_on_cpu
 from .model_pack import open_checked, working_set
 
 llama_cpp = library.load()
@@ -24,6 +26,7 @@ llama_cpp = library.load()
 from .outputs import TraceFile, check_outputs  # noqa: E402
 from .provider import Provider  # noqa: E402
 
+INT_MAX = 2**31 - 1
 NONE, LAYER = llama_cpp.LLAMA_SPLIT_MODE_NONE, llama_cpp.LLAMA_SPLIT_MODE_LAYER
 _KNOWN = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"self", "kwargs"}
 
@@ -77,6 +80,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
 
     Args:
         model_path: the GGUF; its first shard if it is split.
+        n_cpu_moe: with a pack, the first so many blocks compute their experts on the CPU, as llama-server's --n-cpu-moe has it.
         expert_...: the options in pypack/values/options.py.
         **llama_kwargs: as for ``llama_cpp.Llama``; unlike there, unknown ones are refused.
 
@@ -90,8 +94,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
     """
 
     @with_keywords
-    def __init__(self, model_path: str | os.PathLike[str], **llama_kwargs: Any) -> None:
+    def __init__(self, model_path: str | os.PathLike[str], *, n_cpu_moe: int = 0, **llama_kwargs: Any) -> None:
         global _has_loaded
+        self._n_cpu_moe = n_cpu_moe
         self._expert_args = {name: llama_kwargs.pop(name) for name in OPTIONS if name in llama_kwargs}  # for pickling
         unknown = sorted(set(llama_kwargs) - _KNOWN)
         if unknown:
@@ -109,6 +114,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         }
         try:
             options = ExpertOptions.checked(given)
+            if check_count("n_cpu_moe", n_cpu_moe, least=0, most=INT_MAX) and not packed:
+                raise UsageError(
+                    "n_cpu_moe would have no effect without expert_pack: give expert_pack, or leave it out"
+                )
             if is_pack(options.expert_pack):
                 self._open_pack(os.fspath(model_path), options, llama_kwargs)
             _has_loaded = True
@@ -136,7 +145,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         check_outputs(model_path, pack, options)
         self._trace = TraceFile(options.expert_trace) if options.expert_trace is not None else None
         top_k = working_set(pack, llama_kwargs.get("kv_overrides"))
-        self._provider = Provider(pack, model_path, options, top_k=top_k, trace=self._trace)
+        on_cpu = first_blocks_on_cpu(pack.layers, self._n_cpu_moe)
+        self._provider = Provider(pack, model_path, options, top_k=top_k, on_cpu=on_cpu, trace=self._trace)
         if llama_kwargs.get("use_mlock", False):
             llama_kwargs["use_mmap"] = False  # locking a mapping would lock the experts in it
 
@@ -234,7 +244,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                 output.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **self._expert_args}
+        return {**super().__getstate__(), "n_cpu_moe": self._n_cpu_moe, **self._expert_args}
 
     # llama_cpp assigns the parameters once and loads the model with them; this is the only place to change them.
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,11 +47,11 @@ def describe_blocks(pack: Pack, fd: int, verify: Verify) -> NDArray[np.void]:
     return blocks
 
 
-def describe_layers(layers: Sequence[Layer]) -> Any:
-    """[n_layers] of ``expert_layer``."""
+def describe_layers(layers: Sequence[Layer], on_cpu: Container[int]) -> Any:
+    """[n_layers] of ``expert_layer``. ``on_cpu``: indices of those that are computed on the CPU in any case."""
     described = ffi.new("expert_layer[]", len(layers))
     for target, layer in zip(described, layers, strict=True):
-        target.n_expert, target.first_key = layer.n_expert, layer.first_key
+        target.n_expert, target.first_key, target.on_cpu = layer.n_expert, layer.first_key, layer.index in on_cpu
         target.block_bytes, target.n_roles = layer.block_bytes, len(layer.roles)
         for place, role in zip(target.roles, layer.roles, strict=False):
             place.tensor, place.type = role.tensor.encode(), role.type
@@ -67,8 +67,14 @@ def share_tables(cache: ExpertCache, counters: Counters, blocks: NDArray[np.void
         setattr(tables, name, ffi.from_buffer("int32_t[]", getattr(cache, name)))
     for name in ("freq", "last_use", "owner"):
         setattr(tables, name, ffi.from_buffer("int64_t[]", getattr(cache, name)))
-    for name, kind in (("in_place", "uint8_t[]"), ("seen_in_place", "uint8_t[]"), ("seen_freq", "int64_t[]"),
-                       ("seen_owner", "int64_t[]"), ("moves_up", "int32_t[]"), ("moves_down", "int32_t[]")):
+    for name, kind in (
+        ("in_place", "uint8_t[]"),
+        ("seen_in_place", "uint8_t[]"),
+        ("seen_freq", "int64_t[]"),
+        ("seen_owner", "int64_t[]"),
+        ("moves_up", "int32_t[]"),
+        ("moves_down", "int32_t[]"),
+    ):
         setattr(tables, name, ffi.from_buffer(kind, getattr(cache.tiers, name)))
     tables.counters = ffi.from_buffer("int64_t[]", counters.array)
     tables.blocks = ffi.from_buffer("expert_block[]", blocks)

@@ -37,7 +37,8 @@ _log = logging.getLogger(__name__)
 class Provider:
     """Experts of one model, from one pack. Create it before the model is loaded, close it after the model is freed.
 
-    ``top_k``: experts that a token uses in a layer: the smallest cache. ``trace``: gets every acquire, see docs/FORMAT.md; it
+    ``top_k``: experts that a token uses in a layer: the smallest cache. ``on_cpu``: indices of layers that are computed on the
+    CPU in any case. ``trace``: gets every acquire, see docs/FORMAT.md; it
     is complete when the provider is closed, and closed by whoever made it. Raises :class:`ExpertPackError`.
     """
 
@@ -48,10 +49,12 @@ class Provider:
         options: ExpertOptions,
         *,
         top_k: int,
+        on_cpu: frozenset[int] = frozenset(),
         trace: TraceFile | None = None,
     ) -> None:
         self._pack = pack
         self._top_k = top_k
+        self._on_cpu = on_cpu
         self._options = options
         self._reserve_bytes = parse_size(options.expert_cache_reserve, host_memory_free(), "expert_cache_reserve")
         self._error: ExpertPackError | None = None
@@ -153,10 +156,11 @@ class Provider:
         )
 
     def _plan(self, layers: Sequence[Layer], free_bytes: int, device: str) -> PoolPlan:
-        options, reserve_bytes, host_bytes = self._options, self._reserve_bytes, 0
+        options, reserve_bytes = self._options, self._reserve_bytes
         budget_bytes = cache_budget(options.expert_cache, layers, free_bytes, reserve_bytes, device)
-        if device != "CPU":
-            host_bytes = host_budget(options.expert_ram, layers, self._pack.layers, host_memory_free(), reserve_bytes)
+        host_bytes = host_budget(options.expert_ram, layers, self._pack.layers, host_memory_free(), reserve_bytes)
+        if device == "CPU":  # beside layers on GPUs
+            budget_bytes, host_bytes = host_bytes if options.expert_ram != 0 else budget_bytes, 0
         return plan_pools(
             layers,
             budget_bytes,
@@ -250,4 +254,6 @@ class Provider:
         tables.n_reads, tables.n_parts = self._options.expert_stage_slots, self._options.expert_read_splits
         tables.is_direct, tables.recheck = self._options.expert_direct_io, self._options.expert_verify != "off"
         callbacks = callbacks_of(self._handle)
-        return lib.expert_store_create(os.fsencode(model_path), describe_layers(layers), len(layers), tables, callbacks)
+        return lib.expert_store_create(
+            os.fsencode(model_path), describe_layers(layers, self._on_cpu), len(layers), tables, callbacks
+        )

@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..pypack.errors import ExpertPackError, UsageError
 from ..pypack.format.layout import payload_bytes
-from ..pypack.format.pack import Pack
 from ..pypack.placement.budget import cache_room
 from ..pypack.printable import printable
 from ..pypack.stats.counters import ExpertStats
@@ -23,6 +21,7 @@ from ..pypack.stats.stats_file import StatsWriter
 from ..pypack.values.flags import flag_help, flag_off, flag_variable, values_of_flags, with_flags
 from ..pypack.values.options import OPTIONS, ExpertOptions, is_pack
 from ._server import ffi, lib
+from .cpu_layers import layers_on_cpu
 from .model_pack import gpu_layers, open_checked, working_set
 from .outputs import TraceFile, check_outputs, path_of_child
 from .provider import Provider
@@ -60,12 +59,17 @@ class _Session:
         model_path = _text(request.model_path)
         self.options = _of_child(ExpertOptions.checked(given), _child(request))
         self.pack = open_checked(model_path, self.options.expert_pack)
-        _refuse_contradictions(request, self.pack)
+        _refuse_contradictions(request)
         check_outputs(model_path, self.pack, self.options)
-        self._fitted_bytes = payload_bytes(gpu_layers(self.pack, request.n_gpu_layers))
+        lines = (line.rpartition("=") for line in _text(request.overrides).splitlines())
+        on_cpu = layers_on_cpu(self.pack.layers, [(pattern, buffer) for pattern, _, buffer in lines])
+        on_gpus = gpu_layers(self.pack, request.n_gpu_layers)
+        self._fitted_bytes = payload_bytes([layer for layer in on_gpus if layer.index not in on_cpu])
         pairs = (line.rpartition("=") for line in _text(request.kv_overrides).split("\n")[:-1])
         top_k = working_set(self.pack, {key: int(value) for key, _, value in pairs})
-        self.provider = Provider(self.pack, model_path, self.options, top_k=top_k, trace=_the_trace(self.options))
+        self.provider = Provider(
+            self.pack, model_path, self.options, top_k=top_k, on_cpu=on_cpu, trace=_the_trace(self.options)
+        )
         self.stats_writer: StatsWriter | None = None
         if self.options.expert_stats_path is not None:
             try:
@@ -132,22 +136,11 @@ def _no_effect(given: dict[str, Any], child: str | None) -> str | None:
     return why
 
 
-def _refuse_contradictions(request: Any, pack: Pack) -> None:
+def _refuse_contradictions(request: Any) -> None:
     if not request.split_by_layer:
         raise UsageError(
             "an expert pack can't be used with --split-mode row or tensor: drop --split-mode, or drop --expert-pack"
         )
-    names = [role.tensor for layer in pack.layers for role in layer.roles]
-    for pattern in _text(request.overrides).splitlines():
-        try:
-            hit = next(filter(re.compile(pattern).search, names), None)
-        except re.error:  # C++ may understand it
-            hit = next((name for name in names if "exps" in pattern), None)
-        if hit is not None:
-            raise UsageError(
-                f"--cpu-moe, --n-cpu-moe or --override-tensor places {hit}, which comes from the expert pack: drop "
-                "that flag (where the cache lies follows from --gpu-layers), or drop --expert-pack"
-            )
 
 
 def _of_child(options: ExpertOptions, child: str | None) -> ExpertOptions:

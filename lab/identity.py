@@ -86,7 +86,13 @@ def _compare_share(models: dict[str, Path], scratch: Path, options: dict[str, An
         base = {"n_gpu_layers": -1, "n_ctx": 512, **options}
         jobs.append({"id": f"{name}.stock", "stock": True, "repack": True, "llama": base, **common})
         for budget, (n_bytes, ram) in budgets.items():
-            packed = {**base, "expert_pack": True, "expert_cache_reserve": 0, "expert_cache": n_bytes, "expert_ram": ram}
+            packed = {
+                **base,
+                "expert_pack": True,
+                "expert_cache_reserve": 0,
+                "expert_cache": n_bytes,
+                "expert_ram": ram,
+            }
             jobs.append({"id": f"{name}.{budget}", "stock": False, "llama": packed, **common})
             cases.append(Case(name, budget))
     runs = run_jobs(jobs, scratch) if jobs else {}

@@ -64,7 +64,7 @@ typedef struct expert_layer {
     int32_t     n_expert;
     int32_t     n_roles;
     int32_t     first_key;
-    int32_t     reserved;
+    int32_t     on_cpu;      // 1: computed on the CPU, wherever the rest of the model is
     uint64_t    block_bytes; // of one expert, all roles and padding: what a slot must hold
     expert_role roles[EXPERT_MAX_ROLES];
 } expert_layer;

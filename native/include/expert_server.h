@@ -41,7 +41,7 @@ typedef struct expert_request {
     int32_t                n_gpu_layers;   // negative: all, or no GPU
     const char *           model_path;     // first file of the model, on this disk
     const char *           child;          // a router started this process: its name for the model; NULL: none did
-    const char *           overrides;      // patterns of --override-tensor and its kin, one a line
+    const char *           overrides;      // of --override-tensor and its kin: pattern=name of a buffer type, one a line
     const char *           kv_overrides;   // integers of --override-kv, key=value, one a line
 } expert_request;
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from ..errors import BudgetError
 from ..format.layout import Layer, payload_bytes
 from ..policy.pool import Pool
-from .tiers import N_SPARE
 from ..values.sizes import is_auto, parse_size, size_text
+from .tiers import N_SPARE
 
 
 def cache_budget(
@@ -34,7 +34,11 @@ def cache_budget(
 
 
 def host_budget(
-    requested: str | int | float, layers: Sequence[Layer], all_layers: Sequence[Layer], free_bytes: int, reserve_bytes: int
+    requested: str | int | float,
+    layers: Sequence[Layer],
+    all_layers: Sequence[Layer],
+    free_bytes: int,
+    reserve_bytes: int,
 ) -> int:
     """Bytes of host memory for experts of ``layers``, which one GPU computes: their part of what ``requested`` comes to for
     ``all_layers``. It is a size, a percentage of what is free after the reserve, or ``"auto"``: that, less a tenth for others.

@@ -56,7 +56,8 @@ struct tables {
                 numbers.data(), per_layer.data(), per_layer.data(), slot_of.data(), nullptr, blocks.data(), nullptr, nullptr, nullptr,
                 nullptr, nullptr, 1, 1, 0};
         const auto            no_arena = [](void *, const char *, uint64_t, const int32_t *, int32_t) { return 0; };
-        const expert_provider provider = {EXPERT_ABI_VERSION, sizeof(expert_provider), this, no_arena, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+        const expert_provider provider = {
+            EXPERT_ABI_VERSION, sizeof(expert_provider), this, no_arena, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
         return expert_store_create(paths[file].c_str(), layers.data(), N_LAYERS, &shared, &provider);
     }
 };

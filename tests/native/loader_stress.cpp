@@ -283,7 +283,7 @@ int main(int argc, char ** argv) {
         "%lld left out; %lld hits in host memory, %lld slots there could not be had; %lld experts moved up, %lld down\n",
         first, first + n - 1, (long long) n_rounds, (long long) n_failed, (long long) n_experts, (long long) n_native,
         (long long) n_by_provider, (long long) n_parts_kept.load(), (long long) n_parts_passed_on.load(), (long long) n_taken,
-        (long long) n_chosen, (long long) n_skipped, (long long) n_host_hits, (long long) n_withdrawn,
-        (long long) n_moved[0], (long long) n_moved[1]);
+        (long long) n_chosen, (long long) n_skipped, (long long) n_host_hits, (long long) n_withdrawn, (long long) n_moved[0],
+        (long long) n_moved[1]);
     return 0;
 }

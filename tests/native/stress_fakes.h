@@ -174,8 +174,8 @@ static bool fake_copy(void * dest, const void * src, size_t n_bytes) {
 
 // ---- host memory that a device reads in place
 
-static std::mutex                     locked_mutex; // guards the next one
-static std::map<const char *, size_t> locked;       // bytes, by address
+static std::mutex                     locked_mutex;    // guards the next one
+static std::map<const char *, size_t> locked;          // bytes, by address
 static std::atomic<int>               lock_refused{0}; // percent, of this store
 
 static bool fake_lock(const void * device_memory, void * bytes, size_t n_bytes) {
@@ -201,7 +201,8 @@ static bool is_locked(const char * bytes, size_t n_bytes) {
 #if defined(__SANITIZE_THREAD__)
 __attribute__((no_sanitize("thread")))
 #endif
-static void copy_racing(char * dest, const char * src, size_t n_bytes) {
+static void
+copy_racing(char * dest, const char * src, size_t n_bytes) {
     for (size_t i = 0; i < n_bytes; i++) {
         ((volatile char *) dest)[i] = ((const volatile char *) src)[i];
     }
@@ -227,8 +228,9 @@ struct fake_copier final : expert_copier {
 };
 
 static void * fake_proc(ggml_backend_reg_t, const char * name) {
-    return strcmp(name, EXPERT_COPY_PROC) == 0 ? (void *) fake_copy
-           : strcmp(name, EXPERT_LOCK_PROC) == 0 ? (void *) fake_lock : nullptr;
+    return strcmp(name, EXPERT_COPY_PROC) == 0   ? (void *) fake_copy
+           : strcmp(name, EXPERT_LOCK_PROC) == 0 ? (void *) fake_lock
+                                                 : nullptr;
 }
 
 fake_device::fake_device(const char * name, enum ggml_backend_dev_type type) : name(name), type(type) {

@@ -80,9 +80,9 @@ struct pool {
     int32_t  n_host; // the last ones are in host memory that the device reads in place
 };
 
-static int64_t n_taken   = 0; // slots that native took by itself; both from the fetching thread
-static int64_t n_chosen  = 0; // that it had chosen for it
-static int64_t n_skipped = 0; // that were to be taken next and were not: in use
+static int64_t n_taken     = 0; // slots that native took by itself; both from the fetching thread
+static int64_t n_chosen    = 0; // that it had chosen for it
+static int64_t n_skipped   = 0; // that were to be taken next and were not: in use
 static int64_t n_withdrawn = 0; // that could not be had in host memory
 
 static std::atomic<int64_t> n_plans{0};
@@ -102,7 +102,7 @@ struct books {
 
     const int        memory_short   = chance(30) ? 50 : 0; // percent of the times that host memory is asked for
     int              fetch_fault    = FETCH_RIGHT;         // of this round, like the next
-    std::atomic<int> provider_fails = 0;           // percent of its reads
+    std::atomic<int> provider_fails = 0;                   // percent of its reads
 
     std::mutex               mutex;                // guards what follows, and expected
     std::vector<int32_t>     holder;               // [slot] key, -1: free: what owner must be
@@ -120,8 +120,8 @@ struct books {
         layer_pool(layers.size(), -1), next_slots(layers.size() * EXPERT_NEXT_SLOTS, -1), owner(blocks.size(), -1),
         freq(blocks.size(), 0), last_use(blocks.size(), 0), counters(EXPERT_COUNTERS, 0), expected(EXPERT_COUNTERS, 0),
         seen_freq(blocks.size(), 0), seen_owner(blocks.size(), -1), in_place(blocks.size(), 0), seen_in_place(blocks.size(), 0),
-        moves_up(layers.size() * EXPERT_MOVES, -1), moves_down(layers.size() * EXPERT_MOVES, -1),
-        never_right(blocks.size(), 0), wanted(blocks.size(), 0), given(blocks.size(), 0) {}
+        moves_up(layers.size() * EXPERT_MOVES, -1), moves_down(layers.size() * EXPERT_MOVES, -1), never_right(blocks.size(), 0),
+        wanted(blocks.size(), 0), given(blocks.size(), 0) {}
 };
 
 // Any slots of the pool, in any order: also slots of experts that are active, on their way, or just fetched.
@@ -188,15 +188,15 @@ static int open_arena(void * user, const char * device, uint64_t, const int32_t 
     }
     int n_host_before = 0;
     int pinned        = 0;
-    int ok     = expert_store_add_arena(b.store, device, n_bytes, slots.data(), offsets.data(), (int) slots.size(), &pinned);
+    int ok = expert_store_add_arena(b.store, device, n_bytes, slots.data(), offsets.data(), (int) slots.size(), &pinned);
     check(ok && pinned, "no arena: %s", expert_last_error());
     check(!expert_store_add_arena(b.store, device, n_bytes, slots.data(), offsets.data(), 1, &pinned), "a slot was added twice");
     for (size_t index = first_pool; index < b.pools.size(); index++) {
-        const pool &     pool      = b.pools[index];
-        const int        end       = pool.first + pool.n;
-        const uint64_t   size      = pool.block_bytes;
-        const uint64_t   past      = offsets[end - pool.n_host - 1 - first - n_host_before] + size; // the spare blocks
-        const uint64_t   spares[]  = {past, past + size};
+        const pool &   pool     = b.pools[index];
+        const int      end      = pool.first + pool.n;
+        const uint64_t size     = pool.block_bytes;
+        const uint64_t past     = offsets[end - pool.n_host - 1 - first - n_host_before] + size; // the spare blocks
+        const uint64_t spares[] = {past, past + size};
         static_assert(N_SPARE == sizeof(spares) / sizeof(spares[0]), "");
         n_host_before += pool.n_host;
         ok = !pool.n_host ||

@@ -217,6 +217,9 @@ ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_b
     if (!ref) {
         return nullptr;
     }
+    if (ref->store->layers[ref->layer].on_cpu) {
+        dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    }
     if (!fits(ref->store->layers[ref->layer].roles[ref->role], meta, dev) || !expert_store_claim(*ref, dev)) {
         *error = expert_last_error();
         return nullptr;

@@ -13,7 +13,7 @@ ggml_backend_buffer_type_t llama_expert_claim(
     if (error) {
         throw std::runtime_error(error);
     }
-    if (buft && target && target->second != ggml_backend_dev_buffer_type(dev)) {
+    if (buft && target && target->second != ggml_backend_dev_buffer_type(target->first)) {
         throw std::runtime_error(
             format("%s: an expert pack can't be used with split mode row or tensor: use split mode layer", ggml_get_name(meta)));
     }

@@ -8,7 +8,7 @@
 std::string expert_override_patterns(const common_params & params) {
     std::string lines;
     for (const auto & item : params.tensor_buft_overrides) {
-        lines += item.pattern ? std::string(item.pattern) + "\n" : "";
+        lines += item.pattern ? std::string(item.pattern) + "=" + ggml_backend_buft_name(item.buft) + "\n" : "";
     }
     return lines;
 }

@@ -16,9 +16,8 @@ expert_arena::~expert_arena() {
 }
 
 bool expert_are_new_slots(const expert_books * books, const int32_t * slots, int32_t n_slots) {
-    return n_slots > 0 && std::all_of(slots, slots + n_slots, [&](int32_t slot) {
-        return slot >= 0 && slot < books->n_keys() && !books->slot_arena[slot];
-    });
+    return n_slots > 0 && std::all_of(slots, slots + n_slots,
+                              [&](int32_t slot) { return slot >= 0 && slot < books->n_keys() && !books->slot_arena[slot]; });
 }
 
 ggml_backend_dev_t expert_device_by_name(const expert_books * books, const char * name) {

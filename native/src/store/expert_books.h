@@ -41,8 +41,8 @@ struct expert_books final : expert_store, expert_slots {
     std::condition_variable                    changed;
     std::vector<ggml_backend_buffer_ptr>       staging;
     std::vector<std::unique_ptr<expert_arena>> arenas;
-    std::vector<char>                          slot_checked;  // [slot] the digest of what is in it was compared when it was read
-    std::vector<int32_t>                       slot_loads;    // [slot] how many experts were published in it
+    std::vector<char>                          slot_checked; // [slot] the digest of what is in it was compared when it was read
+    std::vector<int32_t>                       slot_loads;   // [slot] how many experts were published in it
     bool                                       busy = false; // an op holds the store
     expert_op                                  op;
     std::vector<uint32_t>                      roles_seen; // [layer] roles computed since the layer was last acquired
@@ -86,7 +86,7 @@ extern std::mutex expert_opening; // held while an arena is opened: two contexts
 bool               expert_are_new_slots(const expert_books * books, const int32_t * slots, int32_t n_slots);
 ggml_backend_dev_t expert_device_by_name(const expert_books * books, const char * name);
 // NULL if the device has none. Takes the lock.
-expert_arena *     expert_find_arena(expert_books * books, ggml_backend_dev_t dev);
+expert_arena * expert_find_arena(expert_books * books, ggml_backend_dev_t dev);
 
 // Waits until these slots' memory is there. Not NULL: of these host slots one can't be had. Without the lock, which the
 // fetching thread needs not: slots are added before, and by no other thread.

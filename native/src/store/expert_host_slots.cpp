@@ -74,7 +74,8 @@ bool expert_host_slots::touch_and_lock(int32_t chunk) const {
     {
         std::vector<std::future<bool>> touching;
         for (uint64_t at = piece; at < n_bytes; at += piece) {
-            touching.push_back(std::async(std::launch::async | std::launch::deferred, touch, bytes + at, std::min(piece, n_bytes - at)));
+            touching.push_back(
+                std::async(std::launch::async | std::launch::deferred, touch, bytes + at, std::min(piece, n_bytes - at)));
         }
         ok = touch(bytes, std::min(piece, n_bytes));
         for (auto & part : touching) {

@@ -39,14 +39,14 @@ private:
     void     start(size_t chunk);
     bool     touch_and_lock(int32_t chunk) const;
 
-    const uint64_t                               slot_bytes;
-    const int32_t                                per_chunk; // slots
-    const uint64_t                               stride;    // bytes from chunk to chunk
-    const expert_lock_t                          lock;
-    const void * const                           device_memory;
-    const std::function<bool(uint64_t)>          may_take;
-    char *                                       base   = nullptr;
-    uint64_t                                     size   = 0;
-    bool                                         ended  = false; // a chunk could not be had: no more is asked for
-    std::vector<std::shared_future<bool>>        chunks;         // those that were asked for: whether they are there
+    const uint64_t                        slot_bytes;
+    const int32_t                         per_chunk; // slots
+    const uint64_t                        stride;    // bytes from chunk to chunk
+    const expert_lock_t                   lock;
+    const void * const                    device_memory;
+    const std::function<bool(uint64_t)>   may_take;
+    char *                                base  = nullptr;
+    uint64_t                              size  = 0;
+    bool                                  ended = false; // a chunk could not be had: no more is asked for
+    std::vector<std::shared_future<bool>> chunks;        // those that were asked for: whether they are there
 };

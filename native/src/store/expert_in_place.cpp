@@ -10,7 +10,7 @@ int expert_store_add_host_slots(expert_store * store, const char * device, int32
     const ggml_backend_dev_t dev   = expert_device_by_name(books, device);
     expert_arena * const     arena = dev ? expert_find_arena(books, dev) : nullptr;
     const auto               reg   = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
-    const auto lock = reg ? (expert_lock_t) ggml_backend_reg_get_proc_address(reg, EXPERT_LOCK_PROC) : nullptr;
+    const auto               lock  = reg ? (expert_lock_t) ggml_backend_reg_get_proc_address(reg, EXPERT_LOCK_PROC) : nullptr;
     if (!arena || !arena->buffer || !lock) {
         expert_set_last_error("device %s can't read experts in host memory: set expert_ram to 0", device);
         return 0;

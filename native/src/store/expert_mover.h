@@ -41,11 +41,11 @@ public:
 
 private:
     struct move {
-        int32_t  slot;
-        int32_t  load; // number of the slot's load whose bytes it copies
-        char *   to;
-        bool     up;
-        void *   copy;
+        int32_t slot;
+        int32_t load; // number of the slot's load whose bytes it copies
+        char *  to;
+        bool    up;
+        void *  copy;
     };
     bool may_move(const expert_books & books, int32_t slot, bool up) const;
     void start_some(expert_books & books, expert_copier & copier, const int32_t * slots, bool up);
@@ -53,6 +53,6 @@ private:
     const uint64_t      slot_bytes;
     std::vector<char *> on_device; // spare blocks
     std::vector<char *> in_host;
-    std::vector<move>   moves; // under way
+    std::vector<move>   moves;          // under way
     bool                broken = false; // a copy failed: no more
 };

@@ -3,6 +3,7 @@
     python -m bench.gpu identity OUT.jsonl --models DIR     logits of small models, packed against stock, all on the GPU
     python -m bench.gpu resident OUT.jsonl --models DIR     speed with every expert resident, and without a pack
     python -m bench.gpu missing OUT.jsonl MODEL             delivery of missing experts beside the drive's raw rate
+    python -m bench.gpu tiers OUT.jsonl MODEL               speed with experts in VRAM and host memory
 
 Stock is found as lab.stock says, or in the folder EXPERT_PACK_STOCK_LIB names.
 """
@@ -104,6 +105,32 @@ def missing(out: Path, model: Path, label: str, share: float, steps: int, splits
             record[f"delivered_over_{name.removesuffix('_bytes_per_s')}"] = delivered / raw[name] if delivered else None
         record["misses_per_load"] = stats["misses"] / stats["provider_calls"] if stats.get("provider_calls") else None
         write(out, {**record, **found})
+
+
+@main.command(help="Speed with shares of the experts in VRAM and in host memory that the GPU reads in place.")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--label", default="disk", show_default=True)
+@click.option(
+    "--shares", default="15+0,15+15,15+50,15+85,100+0", show_default=True, help="Percent in VRAM + in host memory."
+)
+@click.option("--steps", default=64, show_default=True)
+@click.option("--warm-up", default=8, show_default=True, help="Prompts of 512 tokens with 20 steps each, before.")
+def tiers(out: Path, model: Path, label: str, shares: str, steps: int, warm_up: int) -> None:
+    pack = open_pack(convert(model).path)
+    for text in shares.split(","):
+        vram, host = (int(pack.payload_bytes * float(share) / 100) for share in text.split("+"))
+        packed = {"expert_pack": True, "expert_cache": vram, "expert_cache_reserve": 0, "expert_ram": host}
+        job = {
+            "model": str(model),
+            "stock": False,
+            "prompts": [64],
+            "n_steps": steps,
+            "n_repeats": 3,
+            "n_warm_up": warm_up,
+        }
+        record = {"benchmark": "tiers", "model": model.stem, "drive": label, "share_vram_host": text}
+        write(out, {**record, "vram_bytes": vram, "host_bytes": host, **in_process({**job, "options": packed})})
 
 
 @main.command(help="Logits of small models, packed against stock, all layers on the GPU.")

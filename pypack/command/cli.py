@@ -164,15 +164,18 @@ def heat_command(trace: Path, out: Path | None, ranked: bool, allow_cut: bool) -
 @click.argument("traces", nargs=-1, required=True, type=_PATH)
 @click.option("--policy", "policies", multiple=True, help="Only this policy; may be repeated. Default: all.")
 @click.option("--budgets", default=DEFAULT_BUDGETS, show_default=True, help="Sizes, or shares of all experts.")
+@click.option(
+    "--ram", default="0", show_default=True, help="Host memory beside each budget: a size, or a share of all experts."
+)
 @click.option("--out", type=_PATH, help="A folder for results.jsonl and one SVG a trace.")
 @click.option("--allow-cut", is_flag=True, help="Take what is there of traces that were not ended.")
 def replay_command(
-    traces: tuple[Path, ...], policies: tuple[str, ...], budgets: str, out: Path | None, allow_cut: bool
+    traces: tuple[Path, ...], policies: tuple[str, ...], budgets: str, ram: str, out: Path | None, allow_cut: bool
 ) -> None:
     """Compare cache policies, and the best that was possible, on the runs recorded in TRACES at a range of budgets."""
     named = zip(trace_names(traces), traces, strict=True)
     recorded = (Recorded(name, "given", read_trace(path, allow_cut=allow_cut)) for name, path in named)
-    compare_policies(recorded, policies, budgets, out)
+    compare_policies(recorded, policies, budgets, out, ram=ram)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -40,11 +40,16 @@ def trace_names(paths: Sequence[Path]) -> list[str]:
 
 
 def compare_policies(
-    traces: Iterable[Recorded], policies: Sequence[str] = (), budgets: str = DEFAULT_BUDGETS, out: Path | None = None
+    traces: Iterable[Recorded],
+    policies: Sequence[str] = (),
+    budgets: str = DEFAULT_BUDGETS,
+    out: Path | None = None,
+    *,
+    ram: str = "0",
 ) -> None:
     """Print for each trace whether a replay as recorded gives the counters of the run, and a table of hit rates.
 
-    ``policies``: names, all if empty. ``out``: a folder for results.jsonl and an SVG for each trace.
+    ``ram``: host memory beside each budget. ``policies``: names, all if empty. ``out``: a folder for results.jsonl and an SVG for each trace.
     Raises :class:`ExpertPackError`, OSError.
     """
     names = [*(dict.fromkeys(policies) or sorted(REPLAY_POLICIES)), *BOUNDS]
@@ -53,11 +58,12 @@ def compare_policies(
         make_policy(policy, REPLAY_POLICIES)
     for size in sizes:
         parse_size(size, 0, "the budget")
+    parse_size(ram, 0, "--ram")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for name, group, trace in traces:
-        found = replay_all(trace, name, group, names, sizes, len(os.sched_getaffinity(0)))
+        found = replay_all(trace, name, group, names, sizes, len(os.sched_getaffinity(0)), ram=ram)
         click.echo(f"\n### {printable(name)}\n\n{_facts(trace)}; {check_live(trace)}.\n\n{table(found)}")
         rows += found
         if out is not None and found:

@@ -145,9 +145,9 @@ def plan_pools(
 def _host_share(
     host_bytes: int, sizes: list[int], n_least: list[int], n_experts: list[int], n_slots: list[int]
 ) -> tuple[list[int], list[int]]:
-    """Slots of each pool in host memory, and how many of its ``n_slots`` become spare blocks for that."""
+    """Slots of each pool in host memory, and how many of its ``n_slots`` become spare blocks for that: few beside them."""
     columns = list(zip(n_experts, n_slots, n_least, strict=True))
-    n_spare = [min(N_SPARE, (n - least) // 4) if n < n_expert else 0 for n_expert, n, least in columns]
+    n_spare = [min(N_SPARE, (n - least) // 32) if n < n_expert else 0 for n_expert, n, least in columns]
     n_left = [n_expert - n + spare for (n_expert, n, _), spare in zip(columns, n_spare, strict=True)]
     n_host = _share(host_bytes, sizes, [0] * len(sizes), n_left)
     # where it would hold no more than the spare blocks take away, all stays as it is

@@ -21,6 +21,7 @@ class Counts:
 
     acquires: int = 0
     hits: int = 0
+    host_hits: int = 0  # of these, in host memory
     misses: int = 0
     evictions: int = 0
     decode_hits: int = 0

@@ -8,11 +8,12 @@ import numpy as np
 
 from ..errors import ExpertPackError
 from ..placement.slots import NONE
-from ..policy.base import Policy
+from ..policy.base import Keys, Policy
 from ..policy.pool import Pool
 from ..trace.trace import Trace
 from .belady import Belady, BeladyBypass, BypassCache, future_of
 from .cache import Counts, ReplayCache
+from .tiers import ReplayTiers
 
 _MAX_RUN = 1024  # acquires looked at together while nothing is missing
 
@@ -25,6 +26,9 @@ class Acquires:
         self.keys = trace.keys().astype(np.intp, copy=False)  # [n_lookups]
         self.future = future_of(trace.start, self.keys)  # [n_lookups]
         decode_sizes = np.where(trace.number <= trace.top_k, np.diff(trace.start), 0)
+        new_graph = np.flatnonzero(np.diff(trace.step, append=-1)) + 1
+        sizes = np.diff(new_graph, prepend=0)
+        self.graph_end = np.repeat(new_graph, sizes)  # [n_acquires] index behind the last acquire of its graph
         self.n_decode = np.concatenate((np.zeros(1, np.int64), np.cumsum(decode_sizes)))  # [n_acquires + 1]
 
 
@@ -53,11 +57,18 @@ class _Run:
             self._belady.next_use = np.zeros(acquires.trace.n_keys, np.int64)
         self._cache.load(pools, policy)
         self.counts = self._cache.counts
+        self._tiers: ReplayTiers | None = None
+        if any(pool.n_host for pool in pools) and not isinstance(policy, BeladyBypass):  # whose slots have no places
+            self._tiers = ReplayTiers(self._cache, pools, len(acquires.trace.layers))
 
     def all(self) -> None:
         n_events, i, n_together = len(self._start) - 1, 0, 1
+        graph_end = n_events if self._tiers is None else 0
         while i < n_events:
-            end = self._first_miss(i, min(i + n_together, n_events))
+            if self._tiers is not None and i == graph_end:
+                self._tiers.begin_graph(i)
+                graph_end = int(self._acquires.graph_end[i])
+            end = self._first_miss(i, min(i + n_together, graph_end))
             if end > i:
                 self._hit(i, end)
                 n_together = min(2 * n_together, _MAX_RUN)
@@ -92,6 +103,7 @@ class _Run:
         self._look_ahead(lookups)
         self.counts.acquires += last - first
         self.counts.hits += len(keys)
+        self._note_host_hits(keys)
         self.counts.decode_hits += int(self._acquires.n_decode[last] - self._acquires.n_decode[first])
 
     def _miss(self, i: int) -> None:
@@ -101,10 +113,15 @@ class _Run:
         self._look_ahead(lookups)
         there = cache.count(keys, i + 1)
         missing, hits = keys[~there], keys[there]
+        self._note_host_hits(hits)
         if self._acquires.n_decode[i + 1] > self._acquires.n_decode[i]:
             self.counts.decode_hits += len(hits)
             self.counts.decode_misses += len(missing)
         cache.fetch_in_passes(int(self._acquires.trace.layer[i]), missing, hits, i + 1)
+
+    def _note_host_hits(self, hits: Keys) -> None:
+        if self._tiers is not None:
+            self.counts.host_hits += int(np.count_nonzero(self._tiers.in_host(hits)))
 
     def _look_ahead(self, lookups: slice) -> None:
         if self._belady is not None:

@@ -18,13 +18,21 @@ Row = dict[str, Any]
 
 
 def replay_all(
-    trace: Trace, name: str, group: str, policies: Sequence[str], budgets: Sequence[str], n_processes: int = 1
+    trace: Trace,
+    name: str,
+    group: str,
+    policies: Sequence[str],
+    budgets: Sequence[str],
+    n_processes: int = 1,
+    *,
+    ram: str = "0",
 ) -> list[Row]:
-    """A row for each policy and each budget that holds a working set, in this order.
+    """A row for each policy and each budget that holds a working set, in this order. ``ram``: host memory beside it.
 
     Raises :class:`ExpertPackError`.
     """
     acquires = Acquires(trace)
+    host_bytes = parse_size(ram, trace.payload_bytes)
     n_per_token = sum(min(trace.top_k, layer.n_expert) for layer in trace.layers)
     n_experts = sum(layer.n_expert for layer in trace.layers)
 
@@ -33,15 +41,17 @@ def replay_all(
         budget_bytes = parse_size(budget, trace.payload_bytes)
         start = time.process_time()
         try:
-            counts = replay(acquires, trace.pools(budget_bytes), make_policy(policy, WITH_BOUNDS))
+            counts = replay(acquires, trace.pools(budget_bytes, host_bytes), make_policy(policy, WITH_BOUNDS))
         except BudgetError:
             return None
-        share = budget_bytes / trace.payload_bytes
+        share = (budget_bytes + host_bytes) / trace.payload_bytes
         return {
-            "trace": name, "group": group, "policy": policy, "budget": budget, "share": share,
+            "trace": name, "group": group, "policy": policy, "budget": budget, "ram": ram, "share": share,
             "holds_tokens": share * n_experts / n_per_token, "acquires": counts.acquires, "hits": counts.hits,
             "misses": counts.misses, "evictions": counts.evictions, "hit_rate": counts.hit_rate,
-            "decode_hit_rate": counts.decode_hit_rate, "cpu_s": time.process_time() - start,
+            "decode_hit_rate": counts.decode_hit_rate,
+            "host_hits": counts.host_hits, "host_hit_rate": counts.host_hits / max(1, counts.hits + counts.misses),
+            "cpu_s": time.process_time() - start,
         }  # fmt: skip
 
     jobs = [(policy, budget) for policy in policies for budget in budgets]

@@ -10,10 +10,11 @@ from .rows import Row
 
 
 def table(rows: Iterable[Row]) -> str:
-    """A policy a line, a budget a column, the best policy of each budget in bold."""
+    """A policy a line, a budget a column, the best policy of each budget in bold; in brackets hits in host memory."""
     rows = list(rows)
     budgets = list(dict.fromkeys(row["budget"] for row in rows))
     rate = {(row["policy"], row["budget"]): row["hit_rate"] for row in rows}
+    in_host = {(row["policy"], row["budget"]): row["host_hit_rate"] for row in rows if row.get("ram", "0") != "0"}
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     holds = {row["budget"]: row["holds_tokens"] for row in rows}
     real = [policy for policy in policies if policy not in BOUNDS]
@@ -25,7 +26,12 @@ def table(rows: Iterable[Row]) -> str:
     ]
     for policy in policies:
         cells = [
-            f"**{rate[policy, b]:.3f}**" if policy in real and rate[policy, b] == best[b] else f"{rate[policy, b]:.3f}"
+            (
+                f"**{rate[policy, b]:.3f}**"
+                if policy in real and rate[policy, b] == best[b]
+                else f"{rate[policy, b]:.3f}"
+            )
+            + (f" ({in_host[policy, b]:.3f})" if in_host else "")
             for b in budgets
         ]
         lines.append(f"| {policy} | " + " | ".join(cells) + " |")

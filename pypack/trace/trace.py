@@ -101,9 +101,9 @@ class Trace:
                 pools.append(_pool(size, layers, slots[layers[0].index], self.top_k, pools))
         return pools
 
-    def pools(self, budget_bytes: int) -> list[Pool]:
-        """The pools of another budget, on one device. Raises :class:`BudgetError` if it is too small."""
-        return list(plan_pools(self.layers, budget_bytes, self.top_k).pools)
+    def pools(self, budget_bytes: int, host_bytes: int = 0) -> list[Pool]:
+        """The pools of another budget, on one device and in host memory. Raises :class:`BudgetError` if it is too small."""
+        return list(plan_pools(self.layers, budget_bytes, self.top_k, host_bytes=host_bytes).pools)
 
 
 def read_trace(path: str | os.PathLike[str], *, allow_cut: bool = False) -> Trace:

@@ -66,7 +66,7 @@ static expert_arena * arena_of(const expert_ref * ref) {
 
 static void copy_out(const expert_ref * ref, const char * source, void * data, size_t size) {
     const expert_arena * arena = arena_of(ref);
-    if (!arena->buffer) {
+    if (!arena->buffer || source < arena->base || source >= arena->base + arena->size) { // or read in place
         memcpy(data, source, size);
         return;
     }

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 // cffi: begin
-#define EXPERT_ABI_VERSION 7
+#define EXPERT_ABI_VERSION 8
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
 #define EXPERT_NEXT_SLOTS 64
@@ -113,13 +113,24 @@ typedef struct expert_provider {
     void (*read)(void * user, int32_t layer, int32_t expert, int32_t slot);
 } expert_provider;
 
-// Registers a provider for the model whose first GGUF file is model_path (compared by device and inode), to be loaded on
-// this thread. A forked child has no part in it: there the file may be opened again, and computing with this one fails.
+// Registers a provider for models whose first GGUF file is model_path (compared by device and inode), and begins the load of
+// one on this thread. A forked child has no part in it: there the file may be opened again, and computing with this one fails.
 // NULL on failure, with the reason in expert_last_error(). Copies layers; keeps the tables' pointers.
 expert_store * expert_store_create(const char * model_path, const expert_layer * layers, int32_t n_layers,
     const expert_tables * tables, const expert_provider * provider);
 // Unregisters it. Call after the models that use it are freed and no read is under way.
 void expert_store_free(expert_store * store);
+
+// Another model of the file is to be loaded on this thread, to share the slots; the others may compute meanwhile. 1 on
+// success, else 0 and expert_last_error(): one load at a time.
+int expert_store_begin_load(expert_store * store);
+// The model is loaded, on this thread: from now on no other one of the file takes weights from this store. 0 and
+// expert_last_error() if it can't be used, for it computes experts on another device than the one that has their slots.
+int expert_store_loaded(expert_store * store);
+// The same for a load that has failed, after what it had loaded is freed. Nothing if none is under way.
+void expert_store_not_loaded(expert_store * store);
+// How many of the described weights the load under way, or the last, took from this store.
+int32_t expert_store_n_claimed(const expert_store * store);
 
 // Gives `device` n_slots slots; slot first_slot + i lies offsets[i] bytes into the arena of n_bytes.
 // It starts zeroed; in host memory it is page-aligned and *host gets its address, else *host is NULL. Reads for a device
@@ -127,13 +138,10 @@ void expert_store_free(expert_store * store);
 // 1 on success; else 0 and expert_last_error().
 int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes, int32_t first_slot, int32_t n_slots,
     const uint64_t * offsets, void ** host, int * pinned);
-// The model is loaded, on this thread: from now on no other one of the same file takes weights from this store.
-void expert_store_loaded(expert_store * store);
-// Opens the arenas of every device that has claimed weights, so that a wrong budget is known before the first
-// decode. 1 on success, else 0 and expert_last_error(). Done on first use otherwise.
+// After expert_store_loaded(), which it calls if that was not done: opens the arenas of every device that has claimed weights,
+// so that a wrong budget is known before the first decode. 1 on success, else 0 and expert_last_error(). Done on first use
+// otherwise.
 int expert_store_open_arenas(expert_store * store);
-// How many of the described weights the loaded model took from this store.
-int32_t expert_store_n_claimed(const expert_store * store);
 
 // A trace in an open file, written up to the end of its header (docs/FORMAT.md). The caller closes fd after it frees the
 // trace, which it does after the stores that write it are freed. path: for messages, copied.
@@ -155,9 +163,11 @@ void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, cons
 // Adds to a counter that both sides write.
 void expert_count(int64_t * counter, int64_t n);
 
-// Why the last call of this thread failed; why the last failed decode of this store failed. One sentence or "".
+// Why the last call of this thread failed, one sentence.
 const char * expert_last_error(void);
-const char * expert_store_error(const expert_store * store);
+// Why a computation on this thread, which is that of llama_decode(), has failed for want of experts since this was last asked;
+// one sentence, or "". Other threads may compute with the same store meanwhile, and fail for reasons of their own.
+const char * expert_take_failure(void);
 int32_t      expert_abi_version(void);
 // cffi: end
 

@@ -1,4 +1,4 @@
-"""Native code on fake devices, plainly and under two sanitizers: see loader_stress.cpp and claims_stress.cpp."""
+"""Native code on fake devices, plainly and under two sanitizers: each of the programs says at its top what it tries."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ SANITIZERS = ("plain", "thread", "address")
 HOW_MANY = {
     "loader_stress": {"plain": 32, "thread": 12, "address": 24},
     "claims_stress": {"plain": 400, "thread": 100, "address": 200},
+    "sharing_stress": {"plain": 60, "thread": 12, "address": 30},
 }
 # any program will do: some compilers lack the library, some systems the address space
 PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"

@@ -96,9 +96,9 @@ static void get_from_expert(const ggml_tensor * tensor, size_t expert, size_t st
         arena->touched = true;
     }
     if (!expert_op_end(ref)) {
-        GGML_LOG_ERROR(
-            "%s: expert %zu of %s can't be read: %s\n", __func__, expert, ggml_get_name(tensor), expert_store_error(ref->store));
-        expert_store_fail_next(ref->store); // this call can't say so
+        const std::string why = expert_take_failure();
+        GGML_LOG_ERROR("%s: expert %zu of %s can't be read: %s\n", __func__, expert, ggml_get_name(tensor), why.c_str());
+        expert_store_fail_next(ref->store, why); // this call can't say so
     }
 }
 

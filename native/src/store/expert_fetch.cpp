@@ -99,7 +99,7 @@ bool expert_fetch_missing(expert_books * books, std::unique_lock<std::mutex> & l
             op.n_in_flight -= op.in_flight[expert];
             op.in_flight[expert] = 0;
         }
-        books->error = "the expert provider failed to choose slots; its own message is in the log";
+        books->fail("the expert provider failed to choose slots; its own message is in the log");
     }
     return ok;
 }

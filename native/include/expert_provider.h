@@ -122,7 +122,7 @@ expert_store * expert_store_create(const char * model_path, const expert_layer *
 void expert_store_free(expert_store * store);
 
 // Another model of the file is to be loaded on this thread, to share the slots; the others may compute meanwhile. 1 on
-// success, else 0 and expert_last_error(): one load at a time.
+// success, else 0 and expert_last_error(): one load at a time, until its arenas are open.
 int expert_store_begin_load(expert_store * store);
 // The model is loaded, on this thread: from now on no other one of the file takes weights from this store. 0 and
 // expert_last_error() if it can't be used, for it computes experts on another device than the one that has their slots.

@@ -82,6 +82,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         **llama_kwargs: as for ``llama_cpp.Llama``; unlike there, unknown ones are refused.
 
     With a pack, llama.cpp's weight repacking is off (as with --no-repack): results are those of stock without it.
+    Several models of one file share its pack's slots; they need the same expert options.
 
     Raises:
         ExpertPackError: the pack, the budget, the disk or an option is wrong. DecodeError, a subclass that is also a

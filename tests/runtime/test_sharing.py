@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 
 from lab.logits import minimum_budget, run_jobs
+from lab.synth.gguf_out import write_gguf
+from lab.synth.model import write_model
+from lab.variants import NARROW
 from llama_expert_pack import Llama
 from llama_expert_pack.bridge import shared_pack
 from llama_expert_pack.pypack.convert.convert import convert
@@ -25,6 +28,7 @@ from llama_expert_pack.pypack.source.match import find_pack
 from llama_expert_pack.pypack.values.options import OPTIONS
 from tests.books import wrong_books
 from tests.runtime.packed import bits, evaluate, load, loaded, provider_of, tokens_at, variant
+from tests.runtime.test_llama_run import ADAPTERS, LORA_KV
 
 BATCHES = [20, 1, 1]
 MANY = [30, 7, *[1] * 12]
@@ -121,6 +125,22 @@ def test_a_chat_model_and_an_embedding_model(path: Path) -> None:
         assert embedding.embed(text) == vector
         assert (evaluate(chat, BATCHES) == expected).all()
         assert embedding.embed(text) == vector
+
+
+def test_an_adapter_of_one_is_not_the_others(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", NARROW)
+    convert(path)
+    adapter = write_gguf(tmp_path / "lora.gguf", LORA_KV, ADAPTERS["all-experts"])
+    ways: list[dict[str, Any]] = [{}, {"lora_path": str(adapter)}, {"lora_path": str(adapter), "lora_scale": 0.5}]
+    expected = []
+    for way in ways:
+        with loaded(path, **way) as alone:
+            expected.append(evaluate(alone, MANY))
+    models = [load(path, expert_cache=least(path), **way) for way in ways]
+    in_turns(models)
+    for i, llm in enumerate(models):
+        assert [bool((bits(llm) == logits).all()) for logits in expected] == [i == j for j in range(3)]
+        llm.close()
 
 
 @pytest.mark.parametrize("vocab_only", [(True, False), (False, True), (True, True, False, False)])

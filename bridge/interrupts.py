@@ -23,8 +23,8 @@ _put_aside: dict[int, Callable[[int, Any], Any]] = {}  # handlers, while the mai
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
     """Signals that have a handler in Python get it when the block is left."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # handlers run on the main thread only
+    if threading.current_thread() is not threading.main_thread() or _put_aside:
+        yield  # handlers run on the main thread only, and may be held back already
         return
     came: list[tuple[int, Any]] = []
     handlers: dict[int, Callable[[int, Any], Any]] = {}

@@ -13,7 +13,6 @@ from weakref import WeakSet
 
 from ..pypack.errors import DecodeError, UsageError
 from ..pypack.stats.counters import ExpertStats
-from ..pypack.stats.stats_file import StatsWriter
 from ..pypack.values.checks import check_count
 from ..pypack.values.option_tables import keyword_lines, with_keywords
 from ..pypack.values.options import OPTIONS, ExpertOptions, is_pack
@@ -23,8 +22,10 @@ from .model_pack import open_checked, working_set
 
 llama_cpp = library.load()
 
-from .outputs import TraceFile, check_outputs  # noqa: E402
+from . import shared_pack  # noqa: E402
+from .outputs import check_outputs  # noqa: E402
 from .provider import Provider  # noqa: E402
+from .shared_pack import SharedPack  # noqa: E402
 
 INT_MAX = 2**31 - 1
 NONE, LAYER = llama_cpp.LLAMA_SPLIT_MODE_NONE, llama_cpp.LLAMA_SPLIT_MODE_LAYER
@@ -85,6 +86,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         **llama_kwargs: as for ``llama_cpp.Llama``; unlike there, unknown ones are refused.
 
     With a pack, llama.cpp's weight repacking is off (as with --no-repack): results are those of stock without it.
+    Several models of one file share its pack's slots; they need the same expert options.
 
     Raises:
         ExpertPackError: the pack, the budget, the disk or an option is wrong. DecodeError, a subclass that is also a
@@ -102,8 +104,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         if unknown:
             raise TypeError(f"Llama() got unknown keyword arguments: {', '.join(unknown)}")
         self._provider: Provider | None = None
-        self._stats_writer: StatsWriter | None = None
-        self._trace: TraceFile | None = None
+        self._may_share = False  # a pack with other models: it has to be left
         self._must_replay = False
         self._batch_ends: list[int] = []  # token counts at which the evaluated batches ended, rising
         packed = is_pack(self._expert_args.get("expert_pack"))
@@ -119,17 +120,19 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                     "n_cpu_moe would have no effect without expert_pack: give expert_pack, or leave it out"
                 )
             if is_pack(options.expert_pack):
-                self._open_pack(os.fspath(model_path), options, llama_kwargs)
+                shared = self._open_pack(os.fspath(model_path), options, llama_kwargs)
             _has_loaded = True
             super().__init__(os.fspath(model_path), **llama_kwargs)
             if self._provider is not None:
-                self._use_pack(self._provider, options, has_weights=not llama_kwargs.get("vocab_only", False))
+                self._watch_decode(self._provider)
+                with interrupts.held_back(), garbage.held_back():
+                    shared.loaded(has_weights=not llama_kwargs.get("vocab_only", False))
                 _open.add(self)
         except BaseException:
             self.close()
             raise
 
-    def _open_pack(self, model_path: str, options: ExpertOptions, llama_kwargs: dict[str, Any]) -> None:
+    def _open_pack(self, model_path: str, options: ExpertOptions, llama_kwargs: dict[str, Any]) -> SharedPack:
         """Before the model is loaded. Changes ``llama_kwargs`` where they do not go with a pack. Raises ExpertPackError."""
         if llama_kwargs.get("split_mode", LAYER) not in (NONE, LAYER):
             raise UsageError(
@@ -143,23 +146,20 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
             )
         pack = open_checked(model_path, options.expert_pack)
         check_outputs(model_path, pack, options)
-        self._trace = TraceFile(options.expert_trace) if options.expert_trace is not None else None
         top_k = working_set(pack, llama_kwargs.get("kv_overrides"))
         on_cpu = first_blocks_on_cpu(pack.layers, self._n_cpu_moe)
-        self._provider = Provider(pack, model_path, options, top_k=top_k, on_cpu=on_cpu, trace=self._trace)
+        self._may_share = True
+        shared = shared_pack.enter(self, pack, model_path, options, top_k=top_k, on_cpu=on_cpu)
+        self._provider = shared.provider
         if llama_kwargs.get("use_mlock", False):
             llama_kwargs["use_mmap"] = False  # locking a mapping would lock the experts in it
-
-    def _use_pack(self, provider: Provider, options: ExpertOptions, has_weights: bool) -> None:
-        """After the model was loaded. Raises ExpertPackError."""
-        self._watch_decode(provider)
-        with interrupts.held_back(), garbage.held_back():
-            provider.open_arenas(has_weights)
-        if options.expert_stats_path is not None:
-            self._stats_writer = StatsWriter(options.expert_stats_path, options.expert_stats_interval, provider.stats)
+        return shared
 
     def expert_stats(self) -> ExpertStats:
-        """What the expert cache has counted since the model was loaded. Raises UsageError without a pack."""
+        """What the expert cache has counted since the model was loaded, or the first of those that share it.
+
+        Raises UsageError without a pack.
+        """
         if self._provider is None:
             raise UsageError("this Llama has no expert pack, so there are no expert statistics")
         return self._provider.stats()
@@ -208,7 +208,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         super().reset()
 
     def close(self) -> None:
-        """Free the model, then the pack. Further calls do nothing; any other use raises RuntimeError.
+        """Free the model, then the pack, unless other models of the file share it. Further calls do nothing; any other use
+        raises RuntimeError.
 
         With a pack, the end of the process closes what is still open. In a forked child, close() leaves all that is the
         parent's to it.
@@ -220,10 +221,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
             for name in ("_model", "_ctx", "_batch", "tokenizer_"):
                 if hasattr(self, name):
                     setattr(self, name, _Closed())
-        for name in ("_stats_writer", "_provider", "_trace"):
-            part = getattr(self, name, None)
-            if part is not None:
-                part.close()
+        if getattr(self, "_may_share", False):
+            shared_pack.leave(self)
+            self._may_share = False
 
     def _forget(self) -> None:
         """In a forked child: nothing is freed, read or written here that is the parent's."""
@@ -232,16 +232,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                 callbacks = getattr(part, "__dict__", {}).get(name)
                 if callbacks is not None:
                     callbacks.pop_all()
-        inherited: Any = _Inherited()
+        inherited: Any = _Inherited()  # the pack forgets itself
         if not isinstance(vars(self)["_model"], _Closed):
             self.__dict__.update(_model=inherited, _ctx=inherited, _batch=inherited, tokenizer_=inherited)
-        provider, outputs = self._provider, (self._stats_writer, self._trace)
-        self._provider, self._stats_writer, self._trace = inherited, None, None
-        if provider is not None:
-            provider.forget()
-        for output in outputs:
-            if output is not None:
-                output.close()
+        self._provider = inherited
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "n_cpu_moe": self._n_cpu_moe, **self._expert_args}
@@ -263,14 +257,15 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         decode = self._ctx.decode
 
         def watched(batch: Any) -> None:
-            n_failures = provider.n_failures()
+            provider.take_error()  # of a computation past this, that nobody asked about
             try:
                 with interrupts.held_back(), garbage.held_back():
                     decode(batch)
             except RuntimeError as error:
-                if provider.n_failures() == n_failures:
+                why = provider.take_error()
+                if not why:
                     raise
-                raise DecodeError(provider.take_error()) from error
+                raise DecodeError(why) from error
 
         self._ctx.decode = watched
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 from ..pypack.drive.reader import Reader
-from ..pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError
+from ..pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
 from ..pypack.format.layout import Layer
 from ..pypack.format.pack import Pack
 from ..pypack.placement.budget import PoolPlan, cache_budget, host_budget, plan_pools
 from ..pypack.placement.cache import ExpertCache
 from ..pypack.policy import make_policy
-from ..pypack.stats.counters import Counter, ExpertStats
+from ..pypack.stats.counters import ExpertStats
 from ..pypack.system.host_memory import host_memory_free
+from ..pypack.system.os_errors import os_errors
 from ..pypack.trace.format import encode_header
 from ..pypack.values.options import ExpertOptions
 from ..pypack.values.sizes import parse_size
@@ -35,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class Provider:
-    """Experts of one model, from one pack. Create it before the model is loaded, close it after the model is freed.
+    """Experts of one file's models, from one pack. Create it before the first model is loaded, close it after the last is freed.
 
     ``top_k``: experts that a token uses in a layer: the smallest cache. ``on_cpu``: indices of layers that are computed on the
     CPU in any case. ``trace``: gets every acquire, see docs/FORMAT.md; it
@@ -57,7 +59,7 @@ class Provider:
         self._on_cpu = on_cpu
         self._options = options
         self._reserve_bytes = parse_size(options.expert_cache_reserve, host_memory_free(), "expert_cache_reserve")
-        self._error: ExpertPackError | None = None
+        self._errors: dict[int, ExpertPackError] = {}  # by thread: why its callback failed
         self.arena_bytes: dict[str, int] = {}  # by device
         self.host_bytes: dict[str, int] = {}  # that it reads in place
         self.counters = SharedCounters()
@@ -80,15 +82,33 @@ class Provider:
             self.close()
             raise
 
+    def begin_load(self) -> None:
+        """Another model of the file is to be loaded on this thread. Raises :class:`NativeError`."""
+        if not lib.expert_store_begin_load(self._store):
+            raise NativeError(last_error())
+
     def open_arenas(self, has_weights: bool = True) -> None:
-        """Open the arenas of the loaded model's devices; no other model may take these experts from now on.
+        """Ends the load, and opens the arenas of the model's devices that are not open yet.
 
         ``has_weights`` False: only the vocabulary was loaded. Raises :class:`ExpertPackError`.
         """
         if has_weights and lib.expert_store_n_claimed(self._store) == 0:
             raise NativeError(f"{self._pack.path}: the model uses none of the pack's weights")
+        if not lib.expert_store_loaded(self._store):
+            raise UsageError(last_error())
         if not lib.expert_store_open_arenas(self._store):
-            raise self._error or NativeError(last_error())
+            raise self._errors.pop(threading.get_ident(), None) or NativeError(last_error())
+
+    def end_load(self) -> None:
+        """The load on this thread has failed. Nothing if none is under way."""
+        if self._store != ffi.NULL:
+            lib.expert_store_not_loaded(self._store)
+
+    def reads(self, pack: Pack) -> bool:
+        """Whether the experts come from the file of this pack, as it is now. Raises :class:`ReadError`."""
+        with os_errors(pack.path):
+            is_same_file = os.path.samestat(os.fstat(self._reader.fd), pack.path.stat())
+        return is_same_file and pack.header == self._pack.header
 
     @property
     def address(self) -> int:
@@ -99,16 +119,10 @@ class Provider:
         """The counters now."""
         return self.counters.snapshot()
 
-    def n_failures(self) -> int:
-        """How many computations have failed."""
-        return int(self.counters.array[Counter.FAILURES])
-
     def take_error(self) -> str:
-        """Why the last decode failed, one sentence."""
-        error, self._error = self._error, None
-        if error is not None:
-            return str(error)
-        return text_of(lib.expert_store_error(self._store)) if self._store != ffi.NULL else ""
+        """Why a computation on this thread has failed since this was last asked, one sentence; "" if none has."""
+        error, why = self._errors.pop(threading.get_ident(), None), text_of(lib.expert_take_failure())
+        return str(error) if error is not None else why
 
     def close(self) -> None:
         """Wait for reads, unregister, free the arenas. Further calls do nothing."""
@@ -209,7 +223,7 @@ class Provider:
         if not isinstance(error, ExpertPackError):
             _log.error("the expert provider failed", exc_info=error)
             error = NativeError(f"the expert provider failed: {type(error).__name__}: {error}")
-        self._error = error
+        self._errors[threading.get_ident()] = error
 
     def read(self, layer: int, expert: int, slot: int) -> None:
         """Start a read that native can't do, or that failed there; whatever happens, native hears of it."""

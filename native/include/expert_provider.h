@@ -84,21 +84,21 @@ typedef struct expert_tables {
     int64_t *      last_use;      // [n_keys] number of the last acquire that asked for it. Native writes
     int64_t *      counters;      // [EXPERT_COUNTERS]
     int32_t *      reserved_slot; // [n_keys] slot that holds it or is being filled with it, -1: none. Both write
-    int64_t *      owner;         // [n_slots] key of the expert that the slot is reserved for, -1: free. Both write
+    int64_t *      owner;         // [n_keys] key of the expert that a slot is reserved for, by slot; -1: free. Both write
     int32_t *      layer_slots;   // [n_layers] slots that the layer may use. Provider writes in open_arena
     int32_t *      layer_pool;    // [n_layers] pool that they belong to. Provider writes in open_arena
     int32_t *      next_slots;    // [n_pools][EXPERT_NEXT_SLOTS] to be taken next, in this order; -1 ends them. Provider writes
-    uint8_t *      in_place;      // [n_slots] 1: the slot lies in host memory, where a device reads it. Native writes
+    uint8_t *      in_place;      // [n_keys] by slot, 1: it lies in host memory, where a device reads it. Native writes
     expert_block * blocks;        // [n_keys]
     int64_t *      seen_freq;     // [n_keys] freq, owner and in_place as they were when plan() was asked for. Native writes
-    int64_t *      seen_owner;    // [n_slots]
-    uint8_t *      seen_in_place; // [n_slots]
-    int32_t *      moves_up;      // [n_pools][EXPERT_MOVES] slots whose experts should go to the device, in this order; -1 ends
-    int32_t *      moves_down;    // [n_pools][EXPERT_MOVES] slots whose experts should go to host memory, likewise. plan() writes
-    int32_t        n_reads;       // blocks that native reads at the same time, 1 at least
-    int32_t        n_parts;       // that it cuts each of them into at most, 1 at least
-    int32_t        is_direct;     // the files are open for direct I/O
-    int32_t        recheck;       // some of the reads whose check is 0 are checked all the same: a drive may begin to lie
+    int64_t *      seen_owner;
+    uint8_t *      seen_in_place;
+    int32_t *      moves_up;   // [n_pools][EXPERT_MOVES] slots whose experts should go to the device, in this order; -1 ends
+    int32_t *      moves_down; // [n_pools][EXPERT_MOVES] slots whose experts should go to host memory, likewise. plan() writes
+    int32_t        n_reads;    // blocks that native reads at the same time, 1 at least
+    int32_t        n_parts;    // that it cuts each of them into at most, 1 at least
+    int32_t        is_direct;  // the files are open for direct I/O
+    int32_t        recheck;    // some of the reads whose check is 0 are checked all the same: a drive may begin to lie
 } expert_tables;
 
 typedef struct expert_store expert_store;
@@ -130,13 +130,24 @@ typedef struct expert_provider {
     void (*withdraw)(void * user, const int32_t * slots, int32_t n_slots);
 } expert_provider;
 
-// Registers a provider for the model whose first GGUF file is model_path (compared by device and inode), to be loaded on
-// this thread. A forked child has no part in it: there the file may be opened again, and computing with this one fails.
+// Registers a provider for models whose first GGUF file is model_path (compared by device and inode), and begins the load of
+// one on this thread. A forked child has no part in it: there the file may be opened again, and computing with this one fails.
 // NULL on failure, with the reason in expert_last_error(). Copies layers; keeps the tables' pointers.
 expert_store * expert_store_create(const char * model_path, const expert_layer * layers, int32_t n_layers,
     const expert_tables * tables, const expert_provider * provider);
 // Unregisters it. Call after the models that use it are freed and no read is under way.
 void expert_store_free(expert_store * store);
+
+// Another model of the file is to be loaded on this thread, to share the slots; the others may compute meanwhile. 1 on
+// success, else 0 and expert_last_error(): one load at a time, until its arenas are open.
+int expert_store_begin_load(expert_store * store);
+// The model is loaded, on this thread: from now on no other one of the file takes weights from this store. 0 and
+// expert_last_error() if it can't be used, for it computes experts on another device than the one that has their slots.
+int expert_store_loaded(expert_store * store);
+// The same for a load that has failed, after what it had loaded is freed. Nothing if none is under way.
+void expert_store_not_loaded(expert_store * store);
+// How many of the described weights the load under way, or the last, took from this store.
+int32_t expert_store_n_claimed(const expert_store * store);
 
 // Gives `device` an arena of n_bytes, in which slots[i] lies offsets[i] bytes from the start. It starts zeroed. Reads for a
 // device land in expert_tables.n_reads buffers first, which *pinned says are page-locked: pageable ones are slower to copy
@@ -150,13 +161,10 @@ int expert_store_add_host_slots(expert_store * store, const char * device, int32
     uint64_t slot_bytes, const uint64_t * spares, int32_t n_spares);
 // Where a slot's bytes lie; NULL if not in host memory. For a read() into it.
 void * expert_store_host_slot(expert_store * store, int32_t slot);
-// The model is loaded, on this thread: from now on no other one of the same file takes weights from this store.
-void expert_store_loaded(expert_store * store);
-// Opens the arenas of every device that has claimed weights, so that a wrong budget is known before the first
-// decode. 1 on success, else 0 and expert_last_error(). Done on first use otherwise.
+// After expert_store_loaded(), which it calls if that was not done: opens the arenas of every device that has claimed weights,
+// so that a wrong budget is known before the first decode. 1 on success, else 0 and expert_last_error(). Done on first use
+// otherwise.
 int expert_store_open_arenas(expert_store * store);
-// How many of the described weights the loaded model took from this store.
-int32_t expert_store_n_claimed(const expert_store * store);
 
 // A trace in an open file, written up to the end of its header (docs/FORMAT.md). The caller closes fd after it frees the
 // trace, which it does after the stores that write it are freed. path: for messages, copied.
@@ -178,9 +186,11 @@ void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, cons
 // Adds to a counter that both sides write.
 void expert_count(int64_t * counter, int64_t n);
 
-// Why the last call of this thread failed; why the last failed decode of this store failed. One sentence or "".
+// Why the last call of this thread failed, one sentence.
 const char * expert_last_error(void);
-const char * expert_store_error(const expert_store * store);
+// Why a computation on this thread, which is that of llama_decode(), has failed for want of experts since this was last asked;
+// one sentence, or "". Other threads may compute with the same store meanwhile, and fail for reasons of their own.
+const char * expert_take_failure(void);
 int32_t      expert_abi_version(void);
 // cffi: end
 

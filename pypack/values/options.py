@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ..errors import UsageError
 from .checks import as_number, as_seconds, check_choice, check_count, check_path, check_seconds, check_switch
-from .sizes import check_size
+from .sizes import check_size, size_meaning
 
 READ_SPLITS_MAX = 1024
 STAGE_SLOTS_MAX = 1024  # each may be a block of page-locked memory
@@ -27,6 +27,7 @@ class Kind:
 
     check: Callable[[str, Any], Any]
     read: Callable[[str], Any] = str  # the value that a flag's text means; text that means none is left to check
+    meaning: Callable[[Any], Any] = lambda value: value  # equal for values that mean the same
     words: Mapping[str, Any] = field(default_factory=dict)  # texts of a flag for values that are no text
 
 
@@ -34,13 +35,17 @@ def _optional_path(name: str, value: object) -> str | None:
     return None if value is None else check_path(name, value)
 
 
+def _place(path: str | None) -> str | None:
+    return None if path is None else os.path.realpath(path)
+
+
 _PACK = Kind(
     lambda name, value: value if isinstance(value, bool) else _optional_path(name, value),
     words={"auto": True, "none": None},
 )
-_PATH = Kind(_optional_path)
-_SIZE = Kind(check_size)
-_SIZE_OR_AUTO = Kind(partial(check_size, or_auto=True))
+_PATH = Kind(_optional_path, meaning=_place)
+_SIZE = Kind(check_size, meaning=size_meaning)
+_SIZE_OR_AUTO = Kind(partial(check_size, or_auto=True), meaning=size_meaning)
 _SECONDS = Kind(check_seconds, as_seconds)
 _SWITCH = Kind(check_switch, words={"on": True, "off": False})
 _SPLITS = Kind(partial(check_count, least=1, most=READ_SPLITS_MAX), as_number)
@@ -125,6 +130,10 @@ class ExpertOptions:
             if needed and getattr(options, needed) is None:
                 raise UsageError(f"{name} would have no effect without {needed}: give {needed}, or leave it out")
         return options
+
+    def meanings(self) -> dict[str, Any]:
+        """By name, what is equal for two values that mean the same here and now: relative paths depend on the folder."""
+        return {name: option.kind.meaning(getattr(self, name)) for name, option in OPTIONS.items()}
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,11 @@ def check_size(name: str, size: Any, or_auto: bool = False) -> Any:
     return size
 
 
+def size_meaning(size: str | int | float) -> object:
+    """What is equal for two sizes that mean the same of any total: ``"1GiB"`` and ``1 << 30``."""
+    return "auto" if is_auto(size) else (parse_size(size, 0), parse_size(size, 1 << 53))
+
+
 def size_text(n_bytes: int) -> str:
     """The size in the unit that fits, exactly: ``"1 KiB"``, ``"1610612736 bytes (1.5 GiB)"``."""
     for unit, size in _SHOWN_UNITS:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from lab.logits import minimum_budget
-from llama_expert_pack import ExpertPackError
+from llama_expert_pack import ExpertPackError, UsageError
 from llama_expert_pack.pypack.format.pack import open_pack
 from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import evaluate, load, loaded, variant
@@ -68,6 +69,26 @@ def test_vram_stays_within_trunk_and_budget(tmp_path: Path) -> None:
         assert llm.expert_stats().evictions > 0
         # larger batches than before may grow the compute pool once
         assert max(samples, default=after_first) - after_first <= 64 * MIB
+
+
+def test_models_of_one_file_share_the_cache(tmp_path: Path) -> None:
+    path = variant("many-experts", tmp_path)
+    options = {**GPU, "expert_cache": least(path)}
+    batches = [32, 7, *[1] * 16]
+    with loaded(path, **options) as alone:
+        expected = evaluate(alone, batches)
+    with loaded(path, **options) as first, loaded(path, **options) as second:
+        assert first._provider is second._provider
+        for _ in range(3):
+            with ThreadPoolExecutor(2) as pool:
+                found = list(pool.map(lambda llm: evaluate(llm, batches), (first, second)))
+            assert all((logits == expected).all() for logits in found)
+            first.reset()
+            second.reset()
+        with pytest.raises(UsageError, match=r"computes blk\.0\S+ on CUDA0, this one would on CPU: .* n_gpu_layers"):
+            load(path, **{**options, "n_gpu_layers": 0})
+        second.close()
+        assert (evaluate(first, batches) == expected).all()
 
 
 @pytest.mark.parametrize("n_gpu_layers", [0, 2])

@@ -1,5 +1,5 @@
-// Stress of who may claim what, and of lifetimes: threads that make stores for the same files, load, fail, and free in any
-// order; threads that load without a store; and forks in between, whose children have nothing of it.
+// Stress of who may claim what, and of lifetimes: threads that make stores for the same files, load one model or several, fail,
+// and free in any order; threads that load without a store; and forks in between, whose children have nothing of it.
 //
 //   claims_stress FOLDER FIRST_SEED N_ROUNDS       exits with 0 and one line, or with the first thing that was wrong
 #include "stress_fakes.h"
@@ -19,8 +19,8 @@ static const int COLUMNS = 256, ROWS = 2;
 static std::vector<expert_layer> layers;
 static std::string               paths[2];
 static int                       fds[2];
-static ggml_backend_dev_t        device;
-static std::atomic<int64_t>      n_claims{0}, n_refused{0}, n_loads{0}, n_plain{0}, n_children{0};
+static ggml_backend_dev_t        device, other_device;
+static std::atomic<int64_t>      n_claims{0}, n_refused{0}, n_loads{0}, n_plain{0}, n_children{0}, n_more{0};
 
 static void describe_layers() {
     for (int l = 0; l < N_LAYERS; l++) {
@@ -74,12 +74,13 @@ static ggml_tensor meta_of(int weight) {
 }
 
 // A load of the file on this thread; how many weights it claimed, which must be the store's. Stops after n weights.
-static int load(int file, expert_store * store, int n, std::vector<ggml_backend_buffer_t> & buffers) {
+static int load(
+    int file, expert_store * store, int n, std::vector<ggml_backend_buffer_t> & buffers, ggml_backend_dev_t dev = device) {
     int n_claimed = 0;
     for (int weight = 0; weight < n; weight++) {
         ggml_tensor                meta  = meta_of(weight);
         const char *               error = nullptr;
-        ggml_backend_buffer_type_t buft  = expert_claim(fds[file], &meta, device, &error);
+        ggml_backend_buffer_type_t buft  = expert_claim(fds[file], &meta, dev, &error);
         check(!error, "a claim failed: %s", error);
         check(expert_is_described(fds[file], ggml_get_name(&meta)) == (buft != nullptr), "a weight is and is not described");
         if (!buft) {
@@ -110,7 +111,7 @@ static void free_all(std::vector<ggml_backend_buffer_t> & buffers) {
 static bool compute_fails(expert_store * store) {
     const int64_t rows[N_EXPERT] = {1, 1, 1, 1};
     expert_op_begin(&store->refs.at(layers[0].roles[0].tensor), rows, 1, nullptr);
-    return !expert_op_end(&store->refs.at(layers[0].roles[0].tensor)) && *expert_store_error(store);
+    return !expert_op_end(&store->refs.at(layers[0].roles[0].tensor)) && *expert_take_failure();
 }
 
 // In the child: what the parent has open is open no more, and ends in an error at once.
@@ -119,6 +120,7 @@ static void be_a_child(expert_store * inherited) {
     if (inherited) {
         check(compute_fails(inherited), "a child computes with its parent's experts");
         check(!expert_store_open_arenas(inherited), "a child opens its parent's arenas");
+        check(!expert_store_begin_load(inherited), "a child shares its parent's experts");
         check(expert_store_trace(inherited, nullptr), "a child can't leave a trace alone");
         expert_store_free(inherited);
     }
@@ -157,6 +159,56 @@ static void fork_now(expert_store * store) {
     n_children++;
 }
 
+// Another model of the file, on a thread of its own: of two such, one may have to wait. Its weights go to kept, or are freed.
+static void load_another(
+    int file, expert_store * store, uint32_t seed, std::mutex & mutex, std::vector<ggml_backend_buffer_t> & kept) {
+    random_bits.seed(seed);
+    std::vector<ggml_backend_buffer_t> buffers, none;
+    while (!expert_store_begin_load(store)) {
+        check(strstr(expert_last_error(), "is being loaded"), "no load: %s", expert_last_error());
+        check(load(file, nullptr, N_WEIGHTS, none) == 0, "a load that was refused claims");
+    }
+    if (chance(30)) { // fitting tries devices, of which the last load's count
+        check(load(file, store, N_WEIGHTS, buffers, other_device) == N_WEIGHTS, "fitting claims too little");
+        free_all(buffers);
+    }
+    const int n = chance(30) ? below(N_WEIGHTS) : N_WEIGHTS;
+    check(load(file, store, n, buffers) == n, "another load claims too little");
+    check(expert_store_n_claimed(store) == n || n == 0, "%d weights are claimed, not %d", expert_store_n_claimed(store), n);
+    if (n < N_WEIGHTS) {
+        free_all(buffers);
+        chance(50) ? std::thread(expert_store_not_loaded, store).join() : expert_store_not_loaded(store);
+    } else {
+        check(expert_store_loaded(store), "another load: %s", expert_last_error());
+    }
+    check(load(file, nullptr, N_WEIGHTS, none) == 0, "a load after the end of another claims");
+    check(!*expert_take_failure(), "another thread's failure");
+    std::lock_guard<std::mutex> lock(mutex);
+    kept.insert(kept.end(), buffers.begin(), buffers.end());
+    n_more++;
+}
+
+static void load_more(int file, expert_store * store, tables & shared, std::vector<ggml_backend_buffer_t> & buffers) {
+    std::mutex               mutex;
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 2; i++) {
+        threads.emplace_back(load_another, file, store, (uint32_t) random_bits(), std::ref(mutex), std::ref(buffers));
+    }
+    std::vector<ggml_backend_buffer_t> none;
+    check(load(file, nullptr, N_WEIGHTS, none) == 0, "a load claims what is another thread's");
+    check(compute_fails(store), "there is no arena");
+    for (std::thread & thread : threads) {
+        thread.join();
+    }
+    std::vector<ggml_backend_buffer_t> elsewhere;
+    std::fill(shared.per_layer.begin(), shared.per_layer.end(), 1); // slots, on the device of the first model
+    check(expert_store_begin_load(store), "no load: %s", expert_last_error());
+    check(load(file, store, N_WEIGHTS, elsewhere, other_device) == N_WEIGHTS, "another load claims too little");
+    check(!expert_store_loaded(store) && strstr(expert_last_error(), "n_gpu_layers"), "slots of another device are shared");
+    free_all(elsewhere);
+    check(load(file, nullptr, N_WEIGHTS, none) == 0, "a load after a refused one claims");
+}
+
 static void load_with_store(int file) {
     tables         shared;
     expert_store * store = shared.make(file);
@@ -183,6 +235,9 @@ static void load_with_store(int file) {
         check(load(file, store, N_WEIGHTS, none) == 0, "a second load claims");
         if (chance(50)) {
             check(compute_fails(store), "there is no arena");
+        }
+        if (chance(50)) {
+            load_more(file, store, shared, buffers);
         }
     }
     if (chance(10)) { // by another thread: this one still refers to it, until its next load
@@ -227,7 +282,9 @@ int main(int argc, char ** argv) {
     check(argc == 4, "%s FOLDER FIRST_SEED N_ROUNDS", argv[0]);
     describe_layers();
     fake_device cpu("CPU", GGML_BACKEND_DEVICE_TYPE_CPU);
-    device = &cpu.dev;
+    fake_device gpu("GPU", GGML_BACKEND_DEVICE_TYPE_GPU);
+    device       = &cpu.dev;
+    other_device = &gpu.dev;
     for (int file = 0; file < 2; file++) {
         paths[file] = std::string(argv[1]) + "/" + std::to_string(file) + ".gguf";
         fds[file]   = open(paths[file].c_str(), O_CREAT | O_RDWR, 0600);
@@ -246,7 +303,9 @@ int main(int argc, char ** argv) {
     int64_t       n_ended = 0;
     const int32_t n       = expert_reads_under_way(&n_ended);
     check(n == 0, "%d reads are under way", n);
-    check(n_claims > 0 && n_refused > 0 && n_plain > 0 && n_children > 0, "it was not tried");
-    printf("%lld loads claimed %lld weights, %lld stores were refused, %lld loads had none, %lld children\n", (long long) n_loads,
-        (long long) n_claims, (long long) n_refused, (long long) n_plain, (long long) n_children);
+    check(n_claims > 0 && n_refused > 0 && n_plain > 0 && n_children > 0 && n_more > 0, "it was not tried");
+    printf(
+        "%lld loads claimed %lld weights, %lld more shared them, %lld stores were refused, %lld loads had none, %lld children\n",
+        (long long) n_loads, (long long) n_claims, (long long) n_more, (long long) n_refused, (long long) n_plain,
+        (long long) n_children);
 }

@@ -135,6 +135,57 @@ def test_a_child(body: str, tmp_path: Path) -> None:
     run(f"assert (status := child({body})) == 0, status\n", tmp_path)
 
 
+def test_a_child_of_a_process_whose_models_share_a_pack(tmp_path: Path) -> None:
+    run(
+        """
+second = load(path, expert_trace=trace, expert_stats_path=stats_path, expert_stats_interval=1000)
+
+def both_inherited():
+    global llm
+    inherited_model()
+    own_model()
+    llm = second
+    inherited_model()
+    own_model()
+
+for body in (both_inherited, drop, lambda: None):
+    assert (status := child(body)) == 0, (body, status)
+assert (evaluate(second, [20, 1, 1]) == expected).all()
+assert (status := child(lambda: [own_model() for _ in range(2)])) == 0, status
+second.close()
+assert (status := child(inherited_model)) == 0, status
+""",
+        tmp_path,
+    )
+
+
+def test_a_fork_while_other_threads_load_and_wait_for_a_load(tmp_path: Path) -> None:
+    run(
+        """
+done, failed = threading.Event(), []
+
+def load_more():
+    try:
+        while not done.is_set():
+            with loaded(path, expert_trace=trace, expert_stats_path=stats_path, expert_stats_interval=1000) as more:
+                assert (evaluate(more, [20, 1, 1]) == expected).all()
+    except BaseException as error:
+        failed.append(error)
+
+threads = [threading.Thread(target=load_more) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for body in 4 * (inherited_model, drop, lambda: None):  # a load needs locks of llama.cpp's that the other thread may hold
+    assert (status := child(body)) == 0, (body, status)
+done.set()
+for thread in threads:
+    thread.join()
+assert not failed, failed
+""",
+        tmp_path,
+    )
+
+
 def test_a_child_that_ends_as_the_script_ends(tmp_path: Path) -> None:
     run(
         """

@@ -324,18 +324,6 @@ def test_from_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         Llama.from_pretrained("someone/something", "*.gguf", expert_pac=True)
 
 
-def test_one_model_is_open_with_a_pack_once(tmp_path: Path) -> None:
-    path = variant("type-Q4_K", tmp_path)
-    with loaded(path) as first:
-        expected = evaluate(first, BATCHES)
-        with pytest.raises(NativeError) as caught:
-            load(path)
-        assert f"{path}: is already open with an expert pack in this process" in one_line(caught.value)
-        evaluate(first, [1])
-    with loaded(path) as second:
-        assert (evaluate(second, BATCHES) == expected).all()
-
-
 def test_only_the_vocabulary(tmp_path: Path) -> None:
     path = variant("type-Q4_K", tmp_path)
     with loaded(path, vocab_only=True) as llm:

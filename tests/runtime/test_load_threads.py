@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from llama_expert_pack import Llama
-from llama_expert_pack.pypack.errors import NativeError
 from tests.runtime.packed import evaluate, load, loaded, variant
 
 BATCHES = [20, 1, 1]
@@ -81,8 +80,6 @@ def test_a_load_with_a_pack_that_fails_leaves_nothing(
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(load, path, **failure)
         assert meeting.opened.wait(100)
-        with pytest.raises(NativeError, match="is already open with an expert pack"):
-            load(path)
         with loaded(path, **PLAIN) as plain:
             meeting.go_on.set()
             assert isinstance(loading.exception(), ValueError | RuntimeError)
@@ -93,7 +90,7 @@ def test_a_load_with_a_pack_that_fails_leaves_nothing(
 
 
 def test_many_loads_at_the_same_time(path: Path, expected: tuple[np.ndarray, np.ndarray]) -> None:
-    """Two threads with packs for two names of two files, two without, closing as it comes."""
+    """Three threads with packs for two files, which some of them share, two without, closing as it comes."""
     paths = [path, path.with_name("other.gguf")]
     paths[1].write_bytes(path.read_bytes())
     pack = path.with_suffix(".expert-pack")
@@ -101,7 +98,7 @@ def test_many_loads_at_the_same_time(path: Path, expected: tuple[np.ndarray, np.
     def rounds(seed: int) -> None:
         chance = random.Random(seed)
         for _ in range(12):
-            with_pack, model = seed % 2 == 0, paths[seed // 2 if seed % 2 == 0 else chance.randrange(2)]
+            with_pack, model = seed % 2 == 0, paths[chance.randrange(2)]
             options: dict[str, Any] = {"expert_pack": pack} if with_pack else PLAIN
             if chance.random() < 0.25:
                 with pytest.raises((ValueError, RuntimeError)):
@@ -111,8 +108,8 @@ def test_many_loads_at_the_same_time(path: Path, expected: tuple[np.ndarray, np.
                 assert (evaluate(llm, BATCHES) == expected[not with_pack]).all()
             del llm
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(rounds, range(4)))
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(rounds, range(5)))
     gc.collect()
     with loaded(path) as llm:
         assert (evaluate(llm, BATCHES) == expected[0]).all()

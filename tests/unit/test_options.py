@@ -74,3 +74,31 @@ def test_texts_of_flags() -> None:
 def test_what_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ExpertOptions.checked(given)
+
+
+def test_values_that_mean_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("a.json")
+    same: dict[str, list[Any]] = {
+        "expert_cache": ["1GiB", "1G", 1 << 30, float(1 << 30), "1073741824"],
+        "expert_cache_reserve": ["0%", 0, "0"],
+        "expert_stats_path": ["a.json", "./a.json", tmp_path / "a.json", "link"],
+        "expert_stats_interval": [3, 3.0],
+        "expert_trace": [None],
+    }
+    other: dict[str, list[Any]] = {
+        "expert_cache": ["auto", "60%", "1GB", "100%"],
+        "expert_cache_reserve": ["1%", 1],
+        "expert_stats_path": ["b.json", None],
+        "expert_stats_interval": [4],
+        "expert_trace": ["a.json"],
+    }
+    for name, values in same.items():
+        meanings = [ExpertOptions(**{name: OPTIONS[name].kind.check(name, value)}).meanings() for value in values]
+        assert all(meaning == meanings[0] for meaning in meanings)
+        for value in other[name]:
+            assert ExpertOptions(**{name: OPTIONS[name].kind.check(name, value)}).meanings() != meanings[0]
+    before = ExpertOptions(expert_trace="a.trace").meanings()
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir("folder")
+    assert ExpertOptions(expert_trace="a.trace").meanings() != before

@@ -37,6 +37,9 @@ typedef bool (*expert_lock_t)(const void * device_memory, void * bytes, size_t n
 // can't have it (another type or shape: not this pack's model).
 ggml_backend_buffer_type_t expert_claim(int fd, const struct ggml_tensor * meta, ggml_backend_dev_t dev, const char ** error);
 
+// Whether a store wants the tensor to be computed on the CPU, for the load on this thread.
+bool expert_wants_cpu(int fd, const char * tensor);
+
 // Whether a store provides the tensor for the load on this thread.
 bool expert_is_described(int fd, const char * tensor);
 

@@ -96,9 +96,9 @@ static void get_from_expert(const ggml_tensor * tensor, size_t expert, size_t st
         arena->touched = true;
     }
     if (!expert_op_end(ref)) {
-        GGML_LOG_ERROR(
-            "%s: expert %zu of %s can't be read: %s\n", __func__, expert, ggml_get_name(tensor), expert_store_error(ref->store));
-        expert_store_fail_next(ref->store); // this call can't say so
+        const std::string why = expert_take_failure();
+        GGML_LOG_ERROR("%s: expert %zu of %s can't be read: %s\n", __func__, expert, ggml_get_name(tensor), why.c_str());
+        expert_store_fail_next(ref->store, why); // this call can't say so
     }
 }
 
@@ -217,14 +217,16 @@ ggml_backend_buffer_type_t expert_claim(int fd, const ggml_tensor * meta, ggml_b
     if (!ref) {
         return nullptr;
     }
-    if (ref->store->layers[ref->layer].on_cpu) {
-        dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    }
     if (!fits(ref->store->layers[ref->layer].roles[ref->role], meta, dev) || !expert_store_claim(*ref, dev)) {
         *error = expert_last_error();
         return nullptr;
     }
     return buft_for(ref->store, dev);
+}
+
+bool expert_wants_cpu(int fd, const char * tensor) {
+    const expert_ref * ref = find_ref(fd, tensor);
+    return ref && ref->store->layers[ref->layer].on_cpu;
 }
 
 bool expert_is_described(int fd, const char * tensor) { return find_ref(fd, tensor) != nullptr; }

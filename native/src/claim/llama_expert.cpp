@@ -7,9 +7,13 @@ ggml_backend_buffer_type_t llama_expert_claim(
     if (ml.files.empty()) {
         return nullptr;
     }
+    const int fd = ml.files.front()->file_id();
+    if (expert_wants_cpu(fd, ggml_get_name(meta))) {
+        target = nullptr;
+    }
     ggml_backend_dev_t         dev   = target ? target->first : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     const char *               error = nullptr;
-    ggml_backend_buffer_type_t buft  = expert_claim(ml.files.front()->file_id(), meta, dev, &error);
+    ggml_backend_buffer_type_t buft  = expert_claim(fd, meta, dev, &error);
     if (error) {
         throw std::runtime_error(error);
     }

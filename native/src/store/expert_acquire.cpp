@@ -6,6 +6,15 @@
 
 static std::atomic<bool> interrupted{false};
 
+static thread_local std::string failure; // why a computation on this thread has failed
+
+// What this thread has computed of the store whose number it is: a graph is computed by one thread, and others may come
+// between two of its roles.
+static thread_local struct {
+    int64_t               store = 0;
+    std::vector<uint32_t> roles; // [layer] since the layer was last acquired
+} seen;
+
 void expert_interrupt(void) { interrupted = true; }
 bool expert_interrupted(void) { return interrupted; }
 
@@ -76,6 +85,7 @@ static void fail_op(expert_books * books, std::unique_lock<std::mutex> & lock) {
     if (books->loader.trust.take_broken()) {
         expert_drop_unchecked(books);
     }
+    failure          = books->op.error;
     books->op.failed = true;
     books->op.todo.clear();
     books->tables.counters[EXPERT_FAILURES]++;
@@ -126,6 +136,7 @@ static std::unique_lock<std::mutex> take_store(expert_books * books, int32_t lay
     op.data.assign(books->layers[layer].n_expert, nullptr);
     if (books->gone) {
         books->fail(books->gone.load());
+        failure = op.error;
     }
     return lock;
 }
@@ -134,13 +145,14 @@ static bool ready_to_compute(expert_books * books, int32_t layer, std::unique_lo
     lock.unlock();
     const bool open = expert_store_open_arena(books, books->layer_dev[layer]) != nullptr;
     lock.lock();
-    if (books->broken) { // with the reason that is already there
-        books->broken = false;
+    if (!books->broken.empty()) {
+        books->fail(books->broken);
+        books->broken.clear();
         fail_op(books, lock);
         return false;
     }
     if (!open || books->tables.layer_slots[layer] <= 0) {
-        books->error = open ? "the expert cache has no slots for this layer" : expert_last_error();
+        books->fail(open ? "the expert cache has no slots for this layer" : expert_last_error());
         fail_op(books, lock);
         return false;
     }
@@ -149,10 +161,14 @@ static bool ready_to_compute(expert_books * books, int32_t layer, std::unique_lo
 
 // The layer's weights are computed one after another with the same experts: one acquire, counted at the first.
 static bool is_first_role(expert_books * books, const expert_ref * ref) {
-    uint32_t &     seen  = books->roles_seen[ref->layer];
+    if (seen.store != books->number) {
+        seen.store = books->number;
+        seen.roles.assign(books->layers.size(), 0);
+    }
+    uint32_t &     roles = seen.roles[ref->layer];
     const uint32_t bit   = 1u << ref->role;
-    const bool     first = seen == 0 || (seen & bit) != 0;
-    seen                 = first ? bit : seen | bit;
+    const bool     first = roles == 0 || (roles & bit) != 0;
+    roles                = first ? bit : roles | bit;
     return first;
 }
 
@@ -167,8 +183,8 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
     }
     books->trace->implied = false; // a fetch that does not follow from an acquire of this op has a record of its own
     if (bad_id) {
-        books->error = "the router of " + std::string(role.tensor) + " chose expert " + std::to_string(*bad_id) + " of " +
-                       std::to_string(layer.n_expert);
+        books->fail("the router of " + std::string(role.tensor) + " chose expert " + std::to_string(*bad_id) + " of " +
+                    std::to_string(layer.n_expert));
         fail_op(books, lock);
         return;
     }
@@ -231,25 +247,24 @@ bool expert_op_end(const expert_ref * ref) {
 
 // ---- errors of decodes
 
-const char * expert_store_error(const expert_store * store) {
-    static thread_local std::string copy; // another context may fail meanwhile
-    const expert_books *            books = expert_books_of(store);
-    std::lock_guard<std::mutex>     lock(books->mutex);
-    copy = books->error;
-    return copy.c_str();
+const char * expert_take_failure(void) {
+    static thread_local std::string taken;
+    taken.clear();
+    taken.swap(failure);
+    return taken.c_str();
 }
 
 void expert_store_set_error(expert_store * store, const std::string & why) {
     expert_books *              books = expert_books_of(store);
     std::lock_guard<std::mutex> lock(books->mutex);
-    books->error = why;
+    failure = why;
     if (!books->gone) {
         books->tables.counters[EXPERT_FAILURES]++;
     }
 }
 
-void expert_store_fail_next(expert_store * store) {
+void expert_store_fail_next(expert_store * store, const std::string & why) {
     expert_books *              books = expert_books_of(store);
     std::lock_guard<std::mutex> lock(books->mutex);
-    books->broken = true;
+    books->broken = why;
 }

@@ -177,10 +177,9 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
 }
 
 int expert_store_open_arenas(expert_store * store) {
-    if (is_gone(expert_books_of(store))) {
+    if (is_gone(expert_books_of(store)) || !expert_store_loaded(store)) {
         return 0;
     }
-    expert_store_loaded(store);
     for (ggml_backend_dev_t dev : store->layer_dev) {
         if (dev && !expert_store_open_arena(store, dev)) {
             return 0;

@@ -22,6 +22,7 @@ struct expert_op {
     bool                      as_they_come = true; // hand out what is there; false: as many as fit, at once
     std::vector<const char *> data;                // [n_expert] experts of this pass
     bool                      failed = false;
+    std::string               error; // why it failed
     std::atomic<int>          n_running{0};
 };
 
@@ -29,9 +30,11 @@ struct expert_books final : expert_store, expert_slots {
     const expert_provider provider;
     const dev_t           file_dev;
     const ino_t           file_ino;
+    const int64_t         number; // that no other store has had
 
-    std::unordered_set<const expert_ref *> claimed;       // by the load under way
-    std::atomic<bool>                      loading{true}; // its model's load may still claim
+    std::atomic<int64_t>                   load{0};  // number of the load that may claim, 0: none
+    std::unordered_set<const expert_ref *> claimed;  // by it, or by the last
+    std::vector<ggml_backend_dev_t>        load_dev; // [layer] device that it computes the layer on, NULL: not claimed
 
     std::shared_ptr<expert_store> provided; // the provider's share
     std::atomic<int64_t>          n_reads_ended{0};
@@ -45,12 +48,10 @@ struct expert_books final : expert_store, expert_slots {
     std::vector<int32_t>                       slot_loads;   // [slot] how many experts were published in it
     bool                                       busy = false; // an op holds the store
     expert_op                                  op;
-    std::vector<uint32_t>                      roles_seen; // [layer] roles computed since the layer was last acquired
-    int64_t                                    now = 0;    // number of the last acquire
-    std::string                                error;      // why the last failed decode failed
+    int64_t                                    now = 0; // number of the last acquire
     expert_trace                               no_trace;
-    expert_trace *                             trace  = &no_trace; // the provider's, or that: nobody wants one
-    bool                                       broken = false;     // bytes were handed out wrong: the next op fails
+    expert_trace *                             trace = &no_trace; // the provider's, or that: nobody wants one
+    std::string                                broken;            // why the next op fails: bytes were handed out wrong
 
     expert_loader  loader{layers, tables, *this}; // the last members: their threads use the others
     expert_planner planner;
@@ -59,12 +60,14 @@ struct expert_books final : expert_store, expert_slots {
     expert_books(const struct stat & file, const expert_layer * layers, int32_t n_layers, const expert_tables & tables,
         const expert_provider & provider) :
         expert_store(layers, n_layers, tables), provider(provider), file_dev(file.st_dev), file_ino(file.st_ino),
-        slot_checked(n_keys(), 0), slot_loads(n_keys(), 0), roles_seen(n_layers, 0) {}
+        number(++n_made), slot_checked(n_keys(), 0), slot_loads(n_keys(), 0) {}
     ~expert_books();
+
+    inline static std::atomic<int64_t> n_made{0}; // in this process and in those that forked it
 
     bool is_of(const struct stat & file) const { return file_dev == file.st_dev && file_ino == file.st_ino; }
     void fail(const std::string & why) {
-        error     = why;
+        op.error  = why;
         op.failed = true;
     }
     void count_wait(std::chrono::steady_clock::time_point start);

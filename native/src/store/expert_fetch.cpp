@@ -126,7 +126,7 @@ bool expert_fetch_missing(expert_books * books, std::unique_lock<std::mutex> & l
     books->count_wait(start);
     if (!ok) {
         forget_reads(op, missing);
-        books->error = "the expert provider failed to choose slots; its own message is in the log";
+        books->fail("the expert provider failed to choose slots; its own message is in the log");
     }
     return ok;
 }

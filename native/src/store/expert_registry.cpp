@@ -1,7 +1,8 @@
 // Which stores there are and whose they are: creation, claims of loads, references, the end, fork.
 //
-// A store belongs to the thread that made it until its model is loaded: only loads on that thread claim weights, and the
-// thread keeps the store alive for them. It belongs to the process that made it: a forked child has none of its threads.
+// A load belongs to the thread that began it, until its model is loaded: no load on another thread takes weights from the
+// store, and the thread keeps the store alive for it. A store has one load at a time, as many models as want it, and belongs
+// to the process that made it: a forked child has none of its threads.
 #include "expert_books.h"
 
 #include <pthread.h>
@@ -20,10 +21,15 @@ static std::mutex registry_mutex; // guards the next one
 // All that are not yet deleted. Never destroyed itself: threads may still look when the process ends.
 static std::vector<expert_books *> & registry = *new std::vector<expert_books *>;
 
-// Made on this thread, their models perhaps not yet loaded.
-static thread_local std::vector<std::shared_ptr<expert_books>> made_here;
+// A load that was begun on this thread.
+struct load_here {
+    std::shared_ptr<expert_books> books;
+    int64_t                       number;
 
-static std::atomic<bool> made_any{false}; // a store, in this process or in the one that forked it
+    bool ended() const { return books->load != number; }
+};
+
+static thread_local std::vector<load_here> loads_here;
 
 expert_books::~expert_books() {
     std::lock_guard<std::mutex> lock(registry_mutex);
@@ -71,10 +77,25 @@ static bool are_valid(const expert_provider & provider, const expert_tables & ta
     return true;
 }
 
-// Not while another load may use them: the last reference frees the store.
+// The last reference frees the store.
 static void forget_loads_that_ended() {
-    made_here.erase(
-        std::remove_if(made_here.begin(), made_here.end(), [](const auto & books) { return !books->loading; }), made_here.end());
+    loads_here.erase(
+        std::remove_if(loads_here.begin(), loads_here.end(), [](const auto & load) { return load.ended(); }), loads_here.end());
+}
+
+static bool begin_load(const std::shared_ptr<expert_books> & books) {
+    static std::atomic<int64_t> n_loads{0};
+    const int64_t               number = ++n_loads;
+    int64_t                     none   = 0;
+    forget_loads_that_ended();
+    if (!books->load.compare_exchange_strong(none, number)) {
+        expert_set_last_error("another model of the same file is being loaded with its expert pack: wait until it is loaded");
+        return false;
+    }
+    books->claimed.clear();
+    books->load_dev.assign(books->layers.size(), nullptr);
+    loads_here.push_back({books, number});
+    return true;
 }
 
 static bool add_refs(expert_store & store) {
@@ -99,7 +120,6 @@ static bool add_to_registry(expert_books * books, const char * model_path, const
         }
     }
     registry.push_back(books);
-    made_any = true;
     return true;
 }
 
@@ -124,23 +144,21 @@ expert_store * expert_store_create(const char * model_path, const expert_layer *
                 delete last;
             }
         });
-    forget_loads_that_ended();
-    if (!add_refs(*books) || !add_to_registry(books.get(), model_path, file)) {
+    if (!add_refs(*books) || !add_to_registry(books.get(), model_path, file) || !begin_load(books)) {
         return nullptr;
     }
-    made_here.push_back(books);
     books->provided = books;
     return books.get();
 }
 
 expert_store * expert_store_find(int fd) {
     struct stat file;
-    if (made_here.empty() || fstat(fd, &file) != 0) {
+    if (loads_here.empty() || fstat(fd, &file) != 0) {
         return nullptr;
     }
-    for (const auto & books : made_here) {
-        if (books->loading && books->is_of(file)) {
-            return books.get();
+    for (const load_here & load : loads_here) {
+        if (!load.ended() && load.books->is_of(file)) {
+            return load.books.get();
         }
     }
     return nullptr;
@@ -150,22 +168,56 @@ bool expert_store_claim(const expert_ref & ref, ggml_backend_dev_t dev) {
     expert_books * books = expert_books_of(ref.store);
     if (!books->claimed.insert(&ref).second) { // memory fitting loads the model several times, without its weights
         books->claimed = {&ref};
-        books->layer_dev.assign(books->layers.size(), nullptr);
+        books->load_dev.assign(books->layers.size(), nullptr);
     }
-    ggml_backend_dev_t & layer_dev = books->layer_dev[ref.layer];
-    if (layer_dev && layer_dev != dev) {
+    ggml_backend_dev_t & load_dev = books->load_dev[ref.layer];
+    if (load_dev && load_dev != dev) {
         expert_set_last_error("%s would be computed on %s and other experts of its layer on %s: put the layer on one device",
-            books->layers[ref.layer].roles[ref.role].tensor, ggml_backend_dev_name(dev), ggml_backend_dev_name(layer_dev));
+            books->layers[ref.layer].roles[ref.role].tensor, ggml_backend_dev_name(dev), ggml_backend_dev_name(load_dev));
         return false;
     }
-    layer_dev = dev;
+    load_dev = dev;
     return true;
 }
 
 int32_t expert_store_n_claimed(const expert_store * store) { return (int32_t) expert_books_of(store)->claimed.size(); }
 
-void expert_store_loaded(expert_store * store) {
-    expert_books_of(store)->loading = false;
+// Where a layer has slots, other models compute with it, perhaps now: nothing of it is written.
+static bool settle_devices(expert_books * books) {
+    for (size_t l = 0; l < books->layers.size(); l++) {
+        ggml_backend_dev_t dev = books->load_dev[l];
+        if (dev && books->tables.layer_slots[l] > 0 && books->layer_dev[l] != dev) {
+            expert_set_last_error("the model that is open already computes %s on %s, this one would on %s: load both with the "
+                                  "same n_gpu_layers and devices, or close the other one first",
+                books->layers[l].roles[0].tensor, ggml_backend_dev_name(books->layer_dev[l]), ggml_backend_dev_name(dev));
+            return false;
+        }
+    }
+    for (size_t l = 0; l < books->layers.size(); l++) {
+        if (books->load_dev[l] && books->layer_dev[l] != books->load_dev[l]) {
+            books->layer_dev[l] = books->load_dev[l];
+        }
+    }
+    return true;
+}
+
+int expert_store_begin_load(expert_store * store) {
+    expert_books * books = expert_books_of(store);
+    if (books->gone) {
+        expert_set_last_error("%s", books->gone.load());
+        return 0;
+    }
+    return begin_load(std::static_pointer_cast<expert_books>(store->shared_from_this()));
+}
+
+int expert_store_loaded(expert_store * store) {
+    const bool ok = expert_books_of(store)->load == 0 || settle_devices(expert_books_of(store));
+    expert_store_not_loaded(store);
+    return ok;
+}
+
+void expert_store_not_loaded(expert_store * store) {
+    expert_books_of(store)->load = 0;
     forget_loads_that_ended();
 }
 
@@ -193,7 +245,7 @@ void expert_store_free(expert_store * store) {
         expert_books_of(store)->gone = CLOSED;
     }
     expert_books_of(store)->planner.stop(); // its callback is the provider's
-    expert_store_loaded(store);
+    expert_store_not_loaded(store);
 }
 
 int32_t expert_abi_version(void) { return EXPERT_ABI_VERSION; }
@@ -218,19 +270,19 @@ static void end_without_destructors(int status, void *) {
 }
 
 static void forget_all_in_child() {
-    if (made_any) {
+    if (expert_books::n_made > 0) {
         on_exit(end_without_destructors, nullptr); // the last that is registered is the first to run
     }
     // a thread that is not here may have held a lock, and been in the middle of what it guards
     new (&expert_opening) std::mutex;
     for (expert_books * books : registry) {
-        books->gone    = FORKED;
-        books->loading = false;
-        books->busy    = false;
+        books->gone = FORKED;
+        books->load = 0;
+        books->busy = false;
         new (&books->mutex) std::mutex;
         new (&books->changed) std::condition_variable;
         new (&books->op) expert_op;
-        new (&books->error) std::string;
+        new (&books->broken) std::string;
     }
     registry.clear();
     registry_mutex.unlock();

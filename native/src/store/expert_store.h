@@ -35,12 +35,12 @@ struct expert_arena {
     ~expert_arena();
 };
 
-// The provider, buffers of claimed weights and the load under way share it.
+// The provider, buffers of claimed weights and loads under way share it.
 struct expert_store : std::enable_shared_from_this<expert_store> {
     const std::vector<expert_layer>                     layers;
     const expert_tables                                 tables;
     std::unordered_map<std::string, expert_ref>         refs;       // by tensor name
-    std::vector<ggml_backend_dev_t>                     layer_dev;  // [layer] device that computes it, NULL: not claimed
+    std::vector<ggml_backend_dev_t>                     layer_dev;  // [layer] device that computes it, NULL: no model is loaded
     std::vector<char *>                                 slot_data;  // [n_keys] address of the slot
     std::vector<expert_arena *>                         slot_arena; // [n_keys] of its device; NULL: there is no such slot yet
     std::map<ggml_backend_dev_t, std::shared_ptr<void>> bufts;      // of claimed weights
@@ -55,7 +55,8 @@ protected:
     ~expert_store() = default;
 };
 
-// The store that was made on this thread for a load of the open file, NULL if none. Stays alive until that load has ended.
+// The store that the load of the open file on this thread takes weights from, NULL if none. Stays alive until that load has
+// ended.
 expert_store * expert_store_find(int fd);
 // The load takes a weight from the store, to be computed on dev. False and expert_last_error() if others of its layer are
 // computed elsewhere.
@@ -76,7 +77,7 @@ std::vector<int32_t> expert_store_move(
 bool expert_layer_begin(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows);
 // Counts an acquire whose experts are all resident.
 void expert_layer_count(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows);
-// Fails the decode in progress with a reason.
+// Fails this thread's decode with a reason.
 void expert_store_set_error(expert_store * store, const std::string & why);
-// Bytes were handed out wrong to who can't be told: the next computation fails, with the reason that is there.
-void expert_store_fail_next(expert_store * store);
+// Bytes were handed out wrong to who can't be told: the next computation fails, with this reason.
+void expert_store_fail_next(expert_store * store, const std::string & why);

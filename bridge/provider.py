@@ -218,6 +218,12 @@ class Provider:
             ):
                 raise BudgetError(last_error())
 
+    def host_memory(self, layer: int, slot: int) -> memoryview | None:
+        """The bytes of a slot of the layer's, None if they lie on a device. Slots may move between graphs."""
+        address = lib.expert_store_host_slot(self._store, slot)
+        n_bytes = self._pack.layers[layer].block_bytes
+        return None if address == ffi.NULL else memoryview(ffi.buffer(address, n_bytes))
+
     def keep(self, error: Exception) -> None:
         """Remember why a callback failed."""
         if not isinstance(error, ExpertPackError):
@@ -244,10 +250,8 @@ class Provider:
             lib.expert_store_fail(self._store, layer, expert, str(error).encode())
 
         try:
-            host = lib.expert_store_host_slot(self._store, slot)
-            n_bytes = self._pack.layers[layer].block_bytes
-            dest = deliver if host == ffi.NULL else memoryview(ffi.buffer(host, n_bytes))
-            self._reader.submit(layer, expert, dest, done)
+            dest = self.host_memory(layer, slot)
+            self._reader.submit(layer, expert, deliver if dest is None else dest, done)
         except Exception as error:
             done(ReadError(f"{self._pack.path}: the read of expert {expert} of layer {layer} could not start: {error}"))
 

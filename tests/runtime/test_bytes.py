@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,7 +48,6 @@ def test_garbage_in_place_of_the_experts_changes_nothing(
 LOAD_AND_RUN = """
 import json, sys
 from pathlib import Path
-from typing import Any
 from llama_expert_pack import Llama
 
 def status(field):
@@ -163,16 +161,16 @@ def test_the_expert_bytes_of_a_slot_are_the_packs(tmp_path: Path) -> None:
     pack = open_pack(find_pack(path))
     with loaded(path) as llm:
         llm.eval(tokens_at(0, 60))
-        cache = provider_of(llm).cache
-        slots: Any = provider_of(llm)._slots
+        provider = provider_of(llm)
         with pack.path.open("rb") as file:
             n_checked = 0
             for layer in pack.layers:
                 for expert in range(layer.n_expert):
-                    slot = int(cache.slot_of[layer.first_key + expert])
+                    slot = int(provider.cache.slot_of[layer.first_key + expert])
                     if slot < 0:
                         continue
                     file.seek(pack.offset(layer.index, expert))
-                    assert file.read(layer.block_bytes) == slots[slot].tobytes()
+                    found = provider.host_memory(layer.index, slot)
+                    assert found is not None and file.read(layer.block_bytes) == found.tobytes()
                     n_checked += 1
         assert n_checked == llm.expert_stats().loads > 0

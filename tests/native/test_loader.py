@@ -20,13 +20,13 @@ ROOMS = [NATIVE / "src" / name for name in ("base", "trace", "read", "store", "c
 OURS = [path for room in ROOMS for path in room.glob("expert_*.cpp")]
 OPTIONS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fno-access-control", "-U_FORTIFY_SOURCE", "-D_GLIBCXX_ASSERTIONS"]
 SANITIZERS = ("plain", "thread", "address")
-#how many stores it makes, or loads on each thread : about the same time for each sanitizer
+# how many stores it makes, or loads on each thread: about the same time for each sanitizer
 HOW_MANY = {
     "loader_stress": {"plain": 32, "thread": 12, "address": 24},
     "claims_stress": {"plain": 400, "thread": 100, "address": 200},
     "sharing_stress": {"plain": 60, "thread": 12, "address": 30},
 }
-#any program will do : some compilers lack the library, some systems the address space
+# any program will do: some compilers lack the library, some systems the address space
 PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"
 
 
@@ -61,27 +61,28 @@ def source() -> Path:
 def ggml() -> Path:
     """Only what is upstream's is used of it: our functions in the program come before those of a library."""
     try:
-    return library_dir() / "libggml-base.so" except NativeError as error
-        : pytest
-              .skip(str(error))
+        return library_dir() / "libggml-base.so"
+    except NativeError as error:
+        pytest.skip(str(error))
 
-                  @pytest
-              .fixture(scope = "module", params = SANITIZERS) def
-              built(request
-                    : pytest.FixtureRequest, compiler
-                    : list[str], source
-                    : Path, ggml
-                    : Path, tmp_path_factory
-                    : pytest.TempPathFactory, ) -> tuple[str, Path]
-        : ""
-          "The sanitizer, and the folder of the programs that were compiled with it."
-          "" sanitizer,
-           folder = request.param,
-           tmp_path_factory.mktemp(
-               request.param) options = [ *OPTIONS, *([] if sanitizer == "plain" else[f "-fsanitize={sanitizer}"]) ] probe =
-               folder / "probe" probe.with_suffix(".cpp").write_text(PROBE) try :
-        run([ compiler[-1], *options, f "{probe}.cpp", "-o", str(probe) ], timeout_s = 60)
-            run([str(probe)], timeout_s = 60) except AssertionError as error:
+
+@pytest.fixture(scope="module", params=SANITIZERS)
+def built(
+    request: pytest.FixtureRequest,
+    compiler: list[str],
+    source: Path,
+    ggml: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[str, Path]:
+    """The sanitizer, and the folder of the programs that were compiled with it."""
+    sanitizer, folder = request.param, tmp_path_factory.mktemp(request.param)
+    options = [*OPTIONS, *([] if sanitizer == "plain" else [f"-fsanitize={sanitizer}"])]
+    probe = folder / "probe"
+    probe.with_suffix(".cpp").write_text(PROBE)
+    try:
+        run([compiler[-1], *options, f"{probe}.cpp", "-o", str(probe)], timeout_s=60)
+        run([str(probe)], timeout_s=60)
+    except AssertionError as error:
         if sanitizer == "plain":
             raise
         pytest.skip(f"no -fsanitize={sanitizer} here: {error}")

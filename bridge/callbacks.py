@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from . import garbage
 from ._provider import ffi, lib
 
 if TYPE_CHECKING:
@@ -81,19 +82,22 @@ def expert_pack_may_take(user: Any, n_bytes: int) -> int:
     return int(provider.may_take(n_bytes))
 
 
-@ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
-def expert_pack_withdraw(user: Any, slots: Any, n_slots: int) -> None:
+@ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
+def expert_pack_withdraw(user: Any, slots: Any, n_slots: int) -> int:
     provider: Provider = ffi.from_handle(user)
     try:
         provider.withdraw(ffi.unpack(slots, n_slots))
-    except Exception as error:  # the next fetch chooses among them: it fails
+    except Exception as error:
         provider.keep(error)
+        return 0
+    return 1
 
 
 @ffi.def_extern()  # type: ignore[untyped-decorator, unused-ignore]
 def expert_pack_plan(user: Any) -> None:
     provider: Provider = ffi.from_handle(user)
     try:
-        provider.cache.tiers.plan()
+        with garbage.held_back():  # a model that is collected here would wait for this thread
+            provider.cache.tiers.plan()
     except Exception:  # all stays where it is
         _log.exception("what changes places between GPU and host memory could not be chosen")

@@ -12,6 +12,16 @@ from ..pypack.values.checks import shown
 
 CPU_BUFFERS = re.compile(r"CPU|.*_Host")  # names of buffer types; page-locked memory stands for the CPU
 
+_CLASSES = {
+    "digit": "0-9",
+    "alpha": "a-zA-Z",
+    "alnum": "a-zA-Z0-9",
+    "lower": "a-z",
+    "upper": "A-Z",
+    "space": r"\s",
+    "w": r"\w",
+}
+
 
 def first_blocks_on_cpu(layers: Iterable[Layer], n_blocks: int) -> frozenset[int]:
     """Indices of the expert layers in the model's first ``n_blocks`` blocks."""
@@ -47,15 +57,18 @@ def layers_on_cpu(layers: Iterable[Layer], overrides: Sequence[tuple[str, str]])
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
+    """Of a pattern for C++'s std::regex, which has the classes of POSIX besides."""
+    for name, characters in _CLASSES.items():
+        pattern = pattern.replace(f"[:{name}:]", characters)
     try:
-        return re.compile(pattern)
-    except re.error:  # C++ may understand it
-        if "exps" in pattern:
-            raise UsageError(
-                f"--override-tensor {shown(pattern)} can't be understood, and may place experts, which come from the expert "
-                "pack: write it in another way, or drop it or --expert-pack"
-            ) from None
-        return re.compile(r"(?!)")  # hits nothing
+        if not re.search(r"\[[:.=]", pattern):
+            return re.compile(pattern)
+    except re.error:
+        pass
+    raise UsageError(
+        f"--override-tensor {shown(pattern)} can't be understood, and may place experts, which come from the expert pack: write "
+        "it in another way, or drop it or --expert-pack"
+    )
 
 
 def _first_hit(tensor: str, overrides: Sequence[tuple[re.Pattern[str], str, str]]) -> tuple[str, str] | None:

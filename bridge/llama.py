@@ -17,6 +17,7 @@ from ..pypack.values.checks import check_count
 from ..pypack.values.option_tables import keyword_lines, with_keywords
 from ..pypack.values.options import OPTIONS, ExpertOptions, is_pack
 from . import garbage, interrupts, library, openmp  # noqa: F401 (openmp acts at forks)
+from .buffer_overrides import set_cpu_experts
 from .cpu_layers import first_blocks_on_cpu
 from .model_pack import open_checked, working_set
 
@@ -27,7 +28,7 @@ from .outputs import check_outputs  # noqa: E402
 from .provider import Provider  # noqa: E402
 from .shared_pack import SharedPack  # noqa: E402
 
-INT_MAX = 2**31 - 1
+BLOCKS_MAX = 1024
 NONE, LAYER = llama_cpp.LLAMA_SPLIT_MODE_NONE, llama_cpp.LLAMA_SPLIT_MODE_LAYER
 _KNOWN = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"self", "kwargs"}
 
@@ -81,7 +82,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
 
     Args:
         model_path: the GGUF; its first shard if it is split.
-        n_cpu_moe: with a pack, the first so many blocks compute their experts on the CPU, as llama-server's --n-cpu-moe has it.
+        n_cpu_moe: so many blocks, from the first on, compute their experts on the CPU, as with llama-server's --n-cpu-moe.
         expert_...: the options in pypack/values/options.py.
         **llama_kwargs: as for ``llama_cpp.Llama``; unlike there, unknown ones are refused.
 
@@ -115,10 +116,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         }
         try:
             options = ExpertOptions.checked(given)
-            if check_count("n_cpu_moe", n_cpu_moe, least=0, most=INT_MAX) and not packed:
-                raise UsageError(
-                    "n_cpu_moe would have no effect without expert_pack: give expert_pack, or leave it out"
-                )
+            check_count("n_cpu_moe", n_cpu_moe, least=0, most=BLOCKS_MAX)
             if is_pack(options.expert_pack):
                 shared = self._open_pack(os.fspath(model_path), options, llama_kwargs)
             _has_loaded = True
@@ -250,6 +248,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
     def model_params(self, params: Any) -> None:
         if self._provider is not None:
             params.use_extra_bufts = False  # repacked weights compute in another order
+        if self._n_cpu_moe:
+            self._overrides = set_cpu_experts(params, self._n_cpu_moe)
         self._model_params = params
 
     def _watch_decode(self, provider: Provider) -> None:

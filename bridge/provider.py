@@ -17,7 +17,7 @@ from ..pypack.drive.reader import Reader
 from ..pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
 from ..pypack.format.layout import Layer
 from ..pypack.format.pack import Pack
-from ..pypack.placement.budget import PoolPlan, cache_budget, host_budget, plan_pools
+from ..pypack.placement.budget import PoolPlan, cache_budget, cpu_budget, host_budget, plan_pools
 from ..pypack.placement.cache import ExpertCache
 from ..pypack.policy import make_policy
 from ..pypack.stats.counters import ExpertStats
@@ -170,11 +170,18 @@ class Provider:
         )
 
     def _plan(self, layers: Sequence[Layer], free_bytes: int, device: str) -> PoolPlan:
-        options, reserve_bytes = self._options, self._reserve_bytes
-        budget_bytes = cache_budget(options.expert_cache, layers, free_bytes, reserve_bytes, device)
-        host_bytes = host_budget(options.expert_ram, layers, self._pack.layers, host_memory_free(), reserve_bytes)
-        if device == "CPU":  # beside layers on GPUs
-            budget_bytes, host_bytes = host_bytes if options.expert_ram != 0 else budget_bytes, 0
+        cache, ram, reserve_bytes, option = (
+            self._options.expert_cache,
+            self._options.expert_ram,
+            self._reserve_bytes,
+            "expert_cache",
+        )
+        host_bytes = host_budget(ram, layers, self._pack.layers, host_memory_free(), reserve_bytes)
+        if device == "CPU":
+            budget_bytes, option = cpu_budget(cache, ram, layers, host_bytes, self._top_k, free_bytes, reserve_bytes)
+            host_bytes = 0
+        else:
+            budget_bytes = cache_budget(cache, layers, free_bytes, reserve_bytes, device)
         return plan_pools(
             layers,
             budget_bytes,
@@ -183,6 +190,7 @@ class Provider:
             free_bytes=free_bytes,
             reserve_bytes=reserve_bytes,
             host_bytes=host_bytes,
+            option=option,
         )
 
     def _add_arena(self, plan: PoolPlan) -> None:

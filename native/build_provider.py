@@ -18,7 +18,7 @@ extern "Python" void expert_pack_prepare(void *, int32_t, const int32_t *, int32
 extern "Python" void expert_pack_read(void *, int32_t, int32_t, int32_t);
 extern "Python" int expert_pack_may_take(void *, uint64_t);
 extern "Python" void expert_pack_plan(void *);
-extern "Python" void expert_pack_withdraw(void *, const int32_t *, int32_t);
+extern "Python" int expert_pack_withdraw(void *, const int32_t *, int32_t);
 """,
     "_server": """
 extern "Python" int expert_launcher_open_pack(const expert_request *, expert_opened *);

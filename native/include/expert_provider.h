@@ -127,7 +127,7 @@ typedef struct expert_provider {
     void (*plan)(void * user);
     // These slots in host memory can't be had: the system gives no more, or does not lock it. They are free; never choose them
     // again. Some may have been withdrawn before. On the thread that fetches.
-    void (*withdraw)(void * user, const int32_t * slots, int32_t n_slots);
+    int (*withdraw)(void * user, const int32_t * slots, int32_t n_slots);
 } expert_provider;
 
 // Registers a provider for models whose first GGUF file is model_path (compared by device and inode), and begins the load of

@@ -50,6 +50,34 @@ def host_budget(
     return min(whole, usable) * payload_bytes(layers) // max(1, payload_bytes(all_layers))
 
 
+def cpu_budget(
+    cache: str | int | float,
+    ram: str | int | float,
+    layers: Sequence[Layer],
+    ram_bytes: int,
+    top_k: int,
+    free_bytes: int,
+    reserve_bytes: int,
+) -> tuple[int, str]:
+    """Bytes of host memory for the slots of ``layers``, which the CPU computes, and the option that said so: ``expert_ram``,
+    of which they get ``ram_bytes`` and at least a working set, if that is not 0; else ``expert_cache``.
+
+    Raises UsageError.
+    """
+    if is_auto(ram) or parse_size(ram, 1 << 60, "expert_ram") > 0:
+        whole = free_bytes if is_auto(ram) else parse_size(ram, max(0, free_bytes - reserve_bytes), "expert_ram")
+        return max(ram_bytes, min(whole, working_set_bytes(layers, top_k))), "expert_ram"
+    return cache_budget(cache, layers, free_bytes, reserve_bytes), "expert_cache"
+
+
+def working_set_bytes(layers: Sequence[Layer], top_k: int) -> int:
+    """The least that the slots of these layers take."""
+    least: dict[int, int] = {}
+    for layer in layers:
+        least[layer.block_bytes] = max(least.get(layer.block_bytes, 0), min(max(top_k, 1), layer.n_expert))
+    return sum(n * size for size, n in least.items())
+
+
 def cache_room(requested: str | int | float, expert_bytes: int, free_bytes: int) -> int:
     """Bytes that must stay free for the cache of ``expert_bytes`` of experts on a device that nothing was loaded on yet.
 
@@ -110,12 +138,14 @@ def plan_pools(
     free_bytes: int | None = None,
     reserve_bytes: int = 0,
     host_bytes: int = 0,
+    option: str = "expert_cache",
 ) -> PoolPlan:
     """Divide ``min(budget_bytes, free_bytes - reserve_bytes)`` among the pools of one device's ``layers``.
 
     Every pool gets the same share of its experts, but at least one working set: min(top_k, n_expert) of its
     largest layer. Raises :class:`BudgetError` if that does not fit. ``free_bytes`` None: not known, no limit.
-    ``host_bytes`` of host memory go to the experts that are left, each pool's the same share.
+    ``host_bytes`` of host memory go to the experts that are left, each pool's the same share. ``option``: that the budget
+    comes from.
     """
     usable = budget_bytes if free_bytes is None else min(budget_bytes, free_bytes - reserve_bytes)
     groups: dict[int, list[Layer]] = {}
@@ -127,7 +157,7 @@ def plan_pools(
 
     least_bytes = _bytes(n_least, sizes)
     if usable < least_bytes:
-        raise BudgetError(_too_small(device, budget_bytes, free_bytes, reserve_bytes, least_bytes, top_k))
+        raise BudgetError(_too_small(device, budget_bytes, free_bytes, reserve_bytes, least_bytes, top_k, option))
     n_slots = _share(usable, sizes, n_least, n_experts)
     n_host, n_spare = _host_share(host_bytes, sizes, n_least, n_experts, n_slots)
 
@@ -184,7 +214,13 @@ def _bytes(n_slots: list[int], sizes: list[int]) -> int:
 
 
 def _too_small(
-    device: str, budget_bytes: int, free_bytes: int | None, reserve_bytes: int, least_bytes: int, top_k: int
+    device: str,
+    budget_bytes: int,
+    free_bytes: int | None,
+    reserve_bytes: int,
+    least_bytes: int,
+    top_k: int,
+    option: str,
 ) -> str:
     needs = f"one working set of top-{top_k} experts needs at least {least_bytes} bytes"
     if free_bytes is None:
@@ -193,9 +229,9 @@ def _too_small(
     if free_bytes - reserve_bytes < least_bytes:
         advice.append("lower expert_cache_reserve" if least_bytes <= free_bytes else "make more memory free")
     if 0 < budget_bytes < least_bytes or not advice:
-        advice.append("raise expert_cache")
+        advice.append(f"raise {option}")
     return (
-        f"the expert cache on {device} is too small: expert_cache comes to {size_text(budget_bytes)}, "
+        f"the expert cache on {device} is too small: {option} comes to {size_text(budget_bytes)}, "
         f"{size_text(free_bytes)} are free and expert_cache_reserve keeps {size_text(reserve_bytes)} of that, but {needs}: "
         f"{' and '.join(advice)}"
     )

@@ -43,6 +43,7 @@ class PoolSlots:
     def __init__(self, pool: Pool, policy: Policy, tables: Tables, next_slots: Int32s) -> None:
         self.n_slots = pool.n_slots
         self._slots = np.arange(pool.first_slot, pool.first_slot + pool.n_slots)
+        self._owner: NDArray[np.int64] | None = tables.owner[pool.first_slot : pool.first_slot + pool.n_slots]
         self._policy = policy.for_pool(pool, len(tables.freq))
         self._tables = tables
         self._next_slots = next_slots
@@ -75,13 +76,14 @@ class PoolSlots:
         n_free, n = len(free), min(N_NEXT, self.n_slots)
         self._next_slots[:n_free] = free[:n]
         if n_free < n:
-            held = self._slots[tables.owner.take(self._slots) != NONE] if n_free else self._slots
+            held = self._slots[self._owners() != NONE] if n_free else self._slots
             ranked = policy.victims(tables.owner.take(held), n - n_free, tables.freq, tables.last_use, now)
             self._next_slots[n_free:n] = held[ranked]
 
     def withdraw(self, slots: Slots) -> None:
         """These are slots no more. They are free."""
         self._slots = self._slots[~np.isin(self._slots, slots)]
+        self._owner = None  # no slice any more
         self.n_slots = len(self._slots)
         published = self._next_slots[~np.isin(self._next_slots, slots)]
         self._next_slots[:] = NONE
@@ -116,15 +118,19 @@ class PoolSlots:
             slots = np.concatenate((slots, candidates[chosen]))
         return slots
 
+    def _owners(self) -> NDArray[np.int64]:
+        """[n_slots]"""
+        return self._tables.owner.take(self._slots) if self._owner is None else self._owner
+
     def _free(self) -> Slots:
         """Those that hold nothing."""
-        free: Slots = self._slots[self._tables.owner.take(self._slots) == NONE]
+        free: Slots = self._slots[self._owners() == NONE]
         return free
 
     def _evictable(self, kept: Int32s) -> Slots:
         """Those of experts that are there, without the kept ones."""
         # a free slot's owner, -1, means the last key here, which may be anywhere but in a free slot
-        may_go = self._tables.slot_of.take(self._tables.owner.take(self._slots)) == self._slots
+        may_go = self._tables.slot_of.take(self._owners()) == self._slots
         may_go[np.searchsorted(self._slots, kept)] = False
         evictable: Slots = self._slots[may_go]
         return evictable

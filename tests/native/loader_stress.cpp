@@ -108,11 +108,11 @@ static void move_some(books & b) {
     for (const auto & arena : b.store->arenas) {
         bool quiet = false;
         b.store->planned_at -= chance(50) ? (int64_t) layers.size() : 0; // a token has passed
-        for (int32_t key : expert_store_move(b.store, *arena, copier, [&] { quiet = true; })) {
+        for (const auto & [key, slot] : expert_store_move(b.store, *arena, copier, [&] { quiet = true; })) {
             check(quiet, "an expert moved while kernels may have read it");
-            check(b.slot_of[key] >= 0, "key %d moved and is in no slot", key);
-            check_bytes(key, b.store->slot_data[b.slot_of[key]]);
-            n_moved[b.in_place[b.slot_of[key]]]++;
+            check(b.slot_of[key] == slot, "key %d moved in slot %d and is in %d", key, slot, b.slot_of[key]);
+            check_bytes(key, b.store->slot_data[slot]);
+            n_moved[b.in_place[slot]]++;
         }
     }
 }
@@ -137,9 +137,10 @@ static bool run_round(books & b, bool by_layer) {
         b.expected[EXPERT_HOST_HITS] += hit && b.in_place[b.slot_of[first_key + expert]];
     }
     b.expected[EXPERT_ACQUIRES]++;
-    const int64_t read_before = b.counters[EXPERT_READ_BYTES];
-    pread_bytes               = 0;
-    const expert_ref * ref    = &store->refs.at(layers[layer].roles[0].tensor);
+    const int64_t read_before      = b.counters[EXPERT_READ_BYTES];
+    const int64_t withdrawn_before = n_withdrawn;
+    pread_bytes                    = 0;
+    const expert_ref * ref         = &store->refs.at(layers[layer].roles[0].tensor);
 
     if (by_layer) {
         expert_layer_begin(store, layer, experts, (int64_t) experts.size());
@@ -147,6 +148,9 @@ static bool run_round(books & b, bool by_layer) {
         expert_op_begin(ref, rows.data(), 1, nullptr);
     }
     check_pass(b, layer);
+    const int n_fits = b.layer_slots[layer]; // all at once, if they are as many, also where the cache has become smaller
+    check(!by_layer || b.failed || store->op.todo.empty() || (int) experts.size() > n_fits,
+        "%zu of %zu experts wait, of %d slots", store->op.todo.size(), experts.size(), n_fits);
     while (!store->op.todo.empty()) {
         nap(50, 3000); // the experts are being used
         expert_op_next(ref);
@@ -164,7 +168,8 @@ static bool run_round(books & b, bool by_layer) {
     check(!ok || std::count(b.wanted.begin(), b.wanted.end(), 1) == 0, "experts were not handed out");
     check(ok != (*expert_take_failure() != 0), "a failure without a reason, or a reason without one");
     b.expected[EXPERT_FAILURES] += !ok;
-    const bool    exact = !b.failed && copy_faults != COPY_REFUSED && read_faults != READ_FAILS; // else what counts varies
+    const bool exact = !b.failed && n_withdrawn == withdrawn_before && copy_faults != COPY_REFUSED &&
+                       read_faults != READ_FAILS; // else what counts varies
     const int64_t bytes = b.counters[EXPERT_READ_BYTES] - read_before;
     check_counters(b, bytes, exact ? (int64_t) pread_bytes : b.native_bytes, pread_bytes);
     n_rounds++;
@@ -239,8 +244,8 @@ static void run_store(uint32_t seed, fake_device ** devices) {
     begin_step("seed %u, end", seed);
     for (const auto & arena : b.store->arenas) {
         for (expert_mover & mover : arena->movers) {
-            fake_copier          copier; // a device's end waits for its copies
-            std::vector<int32_t> moved;
+            fake_copier  copier; // a device's end waits for its copies
+            expert_moved moved;
             mover.end(*b.store, copier, moved);
         }
     }

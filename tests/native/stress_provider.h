@@ -357,7 +357,7 @@ static void plan(void * user) {
 static int may_take(void * user, uint64_t) { return !chance(((books *) user)->memory_short); }
 
 // What was chosen for the fetch under way is free again, and these slots, the last of their pool, are gone.
-static void withdraw(void * user, const int32_t * slots, int32_t n_slots) {
+static int withdraw(void * user, const int32_t * slots, int32_t n_slots) {
     books &                     b = *(books *) user;
     std::lock_guard<std::mutex> lock(b.mutex);
     b.expected[EXPERT_PROVIDER_CALLS]++;
@@ -397,6 +397,7 @@ static void withdraw(void * user, const int32_t * slots, int32_t n_slots) {
         }
     }
     n_withdrawn += n_new;
+    return 1;
 }
 
 static void read_now(books & b, int32_t layer, int32_t expert, int32_t slot) {

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_expert_pack.pypack.errors import BudgetError, UsageError
-from llama_expert_pack.pypack.placement.budget import cache_budget, cache_room, host_budget, plan_pools
+from llama_expert_pack.pypack.placement.budget import cache_budget, cache_room, cpu_budget, host_budget, plan_pools
 from llama_expert_pack.pypack.placement.tiers import N_SPARE
 from llama_expert_pack.pypack.values.sizes import parse_size
 from tests.unit.fake_pack import make_layers
@@ -219,6 +219,21 @@ def test_plans_with_host_memory(
     assert len(starts) == len(slots) + sum(pool.n_spare for pool in plan.pools), "no two blocks are the same"
     if host_bytes >= whole:
         assert all(pool.n_slots == pool.n_experts for pool in plan.pools), "all fits"
+
+
+def test_layers_on_the_cpu_get_a_working_set_of_expert_ram() -> None:
+    layers = make_layers([(256, MIB), (256, MIB)])
+
+    def of(cache: Any, ram: Any, share: int = 0) -> tuple[int, str]:
+        return cpu_budget(cache, ram, layers[:1], share, 8, 4 * GIB, GIB)
+
+    assert of("100MiB", 0) == of("100MiB", "0") == of("100MiB", "0%") == (100 * MIB, "expert_cache")
+    assert of("100MiB", "64MiB", 32 * MIB) == (32 * MIB, "expert_ram")
+    assert of("100MiB", "64MiB", 2 * MIB) == (8 * MIB, "expert_ram"), "a working set"
+    assert of("100MiB", "6MiB", 3 * MIB) == (6 * MIB, "expert_ram"), "never more than was given"
+    assert of("100MiB", "auto", 2 * MIB) == (8 * MIB, "expert_ram")
+    with pytest.raises(BudgetError, match=r"expert_ram comes to 6 MiB.* raise expert_ram"):
+        plan_pools(layers[:1], 6 * MIB, 8, free_bytes=GIB, option="expert_ram")
 
 
 def test_host_memory_is_shared_by_the_layers_of_all_devices() -> None:

@@ -34,7 +34,8 @@ def of_block(block: int) -> str:
         ([(of_block(0), "CPU"), (of_block(1), "CPU")], {0}),
         ([("exps", "CUDA_Host")], {0, 1, 2}),
         ([("attn", "CUDA1"), (r"blk\.2\.", "CPU")], {1}),
-        ([("(?<name", "CUDA0")], set()),
+        ([(r"blk\.[[:digit:]]+\.ffn_.*_exps", "CPU")], {0, 1, 2}),
+        ([(r"blk\.1[^[:digit:]].*exps", "CPU")], {0}),
         ([("exps", "CPU"), ("exps", "CUDA0")], {0, 1, 2}),
     ],
     ids=repr,
@@ -50,6 +51,7 @@ def test_layers_on_cpu(overrides: list[tuple[str, str]], found: set[int]) -> Non
         ([("exps", "CUDA0")], "'exps' places experts of layer 1 in CUDA0, but with an expert pack only CPU"),
         ([(r"\.11\..*down", "CPU_REPACK")], r"places experts of layer 11 in CPU_REPACK"),
         ([("((exps", "CPU")], r"'\(\(exps' can't be understood, and may place experts"),
+        ([("[[.a.]]", "CPU")], r"can't be understood, and may place experts"),
     ],
     ids=repr,
 )

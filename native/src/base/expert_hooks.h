@@ -25,8 +25,8 @@ bool expert_buft_is(ggml_backend_buffer_type_t buft);
 typedef bool (*expert_copy_t)(void * dest, const void * src, size_t n_bytes);
 
 // What it offers if its kernels can read host memory in place: page-locks n_bytes (whole pages) for the device that
-// device_memory belongs to and all others, at the same address; n_bytes 0 takes that back. False, and no error is left
-// behind, if the system or the device refuses.
+// device_memory belongs to and all others, at the same address; n_bytes 0 takes that back; bytes NULL asks whether the device
+// could. False, and no error is left behind, if the system or the device refuses.
 #define EXPERT_LOCK_PROC "expert_pack_lock"
 typedef bool (*expert_lock_t)(const void * device_memory, void * bytes, size_t n_bytes);
 

@@ -187,24 +187,18 @@ static bool copy_to_device(void * dest, const void * src, size_t n_bytes) {
     return error == cudaSuccess;
 }
 
-// An expert_lock_t. Not where the device would see the memory at another address.
+// An expert_lock_t. Only for devices that see the memory at the same address as the host.
 static bool lock_memory(const void * device_memory, void * bytes, size_t n_bytes) {
-    int         device    = 0;
-    void *      on_device = nullptr;
-    cudaError_t error     = choose_device_of(device_memory, &device);
-    if (error == cudaSuccess && n_bytes == 0) {
+    int         device = 0;
+    int         can    = 0;
+    cudaError_t error  = choose_device_of(device_memory, &device);
+    if (error == cudaSuccess && !bytes) {
+        error = cudaDeviceGetAttribute(&can, cudaDevAttrCanUseHostPointerForRegisteredMem, device);
+        error = error == cudaSuccess && !can ? cudaErrorNotSupported : error;
+    } else if (error == cudaSuccess && n_bytes == 0) {
         error = cudaHostUnregister(bytes);
     } else if (error == cudaSuccess) {
         error = cudaHostRegister(bytes, n_bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
-        if (error == cudaSuccess) {
-            error = cudaHostGetDevicePointer(&on_device, bytes, 0);
-            if (error == cudaSuccess && on_device != bytes) {
-                error = cudaErrorNotSupported;
-            }
-            if (error != cudaSuccess) {
-                (void) cudaHostUnregister(bytes);
-            }
-        }
     }
     if (error != cudaSuccess) {
         GGML_LOG_WARN("%s: %zu bytes of host memory: %s\n", __func__, n_bytes, cudaGetErrorString(error));
@@ -267,6 +261,9 @@ expert_cuda_state::~expert_cuda_state() {
     (void) cudaFreeHost(ids);
     (void) cudaFreeHost(ids_segments);
     (void) cudaEventDestroy(used);
+    for (cudaEvent_t event : moves) {
+        (void) cudaEventDestroy(event);
+    }
     for (cudaStream_t stream : moving) {
         if (stream) {
             (void) cudaStreamDestroy(stream);

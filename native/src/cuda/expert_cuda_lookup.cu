@@ -47,6 +47,10 @@ static bool answer(expert_cuda_state & state, const expert_span & span, const st
     const bool                 ok       = expert_layer_begin(span.ref->store, span.ref->layer, experts, 0);
     const bool                 complete = !expert_op_more(span.ref);
     std::vector<expert_update> changed;
+    if (ok && !complete) {
+        expert_store_set_error(
+            span.ref->store, "the cache became smaller than the experts of this step, as host memory is short: repeat it");
+    }
     if (ok) {
         changed = state.changes(span.ref->layer, experts);
     }

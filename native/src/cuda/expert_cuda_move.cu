@@ -4,9 +4,9 @@
 void expert_cuda_state::move(expert_arena & arena, cudaStream_t stream) {
     const auto                 quiet = [&] { CUDA_CHECK(cudaEventSynchronize(used)); };
     std::vector<expert_update> changed;
-    for (int32_t key : expert_store_move(store, arena, *this, quiet)) {
-        changed.push_back({key, 1, offset_of(store->tables.slot_of[key])});
-        slot_key[store->tables.slot_of[key]] = key;
+    for (const auto & [key, slot] : expert_store_move(store, arena, *this, quiet)) {
+        changed.push_back({key, 1, offset_of(slot)});
+        slot_key[slot] = key;
     }
     if (!changed.empty()) {
         apply(changed, stream);
@@ -30,14 +30,15 @@ void * expert_cuda_state::start(char * dest, const char * src, uint64_t n_bytes,
                     is_done(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), __func__) &&
                     is_done(cudaMemcpyAsync(dest, src, n_bytes, kind, stream), __func__) &&
                     is_done(cudaEventRecord(event, stream), __func__);
-    if (!ok && event) {
-        (void) cudaEventDestroy(event);
+    if (event) {
+        moves.insert(event);
     }
     return ok ? event : nullptr;
 }
 
 bool expert_cuda_state::end(void * copy) {
     const bool ok = is_done(cudaEventSynchronize((cudaEvent_t) copy), __func__);
+    moves.erase((cudaEvent_t) copy);
     (void) cudaEventDestroy((cudaEvent_t) copy);
     return ok;
 }

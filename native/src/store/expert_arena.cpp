@@ -132,17 +132,6 @@ static bool is_gone(const expert_books * books) {
     return why != nullptr;
 }
 
-void expert_trace_all_slots(expert_books * books, ggml_backend_dev_t dev) {
-    const auto is_its = [&](const std::unique_ptr<expert_arena> & arena) { return arena->dev == dev; };
-    const auto found  = std::find_if(books->arenas.begin(), books->arenas.end(), is_its);
-    for (size_t l = 0; l < books->layers.size(); l++) {
-        if (books->layer_dev[l] == dev) {
-            const auto number = (int32_t) (found - books->arenas.begin());
-            expert_trace_slots(*books->trace, (int32_t) l, number, books->tables.layer_slots[l]);
-        }
-    }
-}
-
 expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev) {
     expert_books * books = expert_books_of(store);
     if (is_gone(books)) {
@@ -171,7 +160,9 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
         return nullptr;
     }
     std::unique_lock<std::mutex> lock(books->mutex);
-    expert_trace_all_slots(books, dev);
+    for (int32_t layer : layers) {
+        expert_trace_slots(*books->trace, layer, (int32_t) books->arenas.size() - 1, books->tables.layer_slots[layer]);
+    }
     lock.unlock();
     return expert_find_arena(books, dev);
 }

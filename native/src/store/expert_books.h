@@ -95,9 +95,6 @@ expert_arena * expert_find_arena(expert_books * books, ggml_backend_dev_t dev);
 // fetching thread needs not: slots are added before, and by no other thread.
 expert_host_slots * expert_refused(expert_books * books, const std::vector<int32_t> & slots);
 
-// Writes the numbers of slots of the device's layers into the trace. Under the lock.
-void expert_trace_all_slots(expert_books * books, ggml_backend_dev_t dev);
-
 // Chooses slots for the op's missing experts, as many as fit, and starts their reads. Under the lock, which is given back
 // meanwhile: the provider may take long. False and the store's error if there are no slots.
 bool expert_fetch_missing(expert_books * books, std::unique_lock<std::mutex> & lock);

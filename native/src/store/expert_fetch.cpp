@@ -68,8 +68,8 @@ static void forget_reads(expert_op & op, const std::vector<int32_t> & experts) {
 }
 
 // These experts have got slots of which some can't be had. All of these are free again; the provider hears of those that
-// will never be.
-static void give_back(expert_books * books, int32_t layer, const std::vector<int32_t> & experts,
+// will never be. False if it can't do without them.
+static bool give_back(expert_books * books, int32_t layer, const std::vector<int32_t> & experts,
     const std::vector<int32_t> & slots, expert_host_slots & refused, std::unique_lock<std::mutex> & lock) {
     lock.lock();
     for (size_t i = 0; i < slots.size(); i++) {
@@ -78,10 +78,14 @@ static void give_back(expert_books * books, int32_t layer, const std::vector<int
     }
     lock.unlock();
     const std::vector<int32_t> gone = refused.missing();
-    books->provider.withdraw(books->provider.user, gone.data(), (int32_t) gone.size());
+    const bool                 ok   = books->provider.withdraw(books->provider.user, gone.data(), (int32_t) gone.size()) != 0;
     lock.lock();
     forget_reads(books->op, experts);
-    expert_trace_all_slots(books, books->layer_dev[layer]);
+    expert_trace_cut(*books->trace, "the cache has become smaller");
+    if (!ok) {
+        books->fail("slots in host memory that can't be had could not be withdrawn; the provider's own message is in the log");
+    }
+    return ok;
 }
 
 bool expert_fetch_missing(expert_books * books, std::unique_lock<std::mutex> & lock) {
@@ -106,8 +110,8 @@ bool expert_fetch_missing(expert_books * books, std::unique_lock<std::mutex> & l
     }
     if (expert_host_slots * refused = expert_refused(books, slots)) {
         books->loader.cancel(loads);
-        give_back(books, layer, missing, slots, *refused, lock);
-        return true; // the rest is chosen anew
+        return give_back(books, layer, missing, slots, *refused, lock) &&
+               expert_fetch_missing(books, lock); // there are fewer now
     }
     const bool ok = !slots.empty();
     lock.lock();

@@ -82,7 +82,11 @@ bool expert_host_slots::touch_and_lock(int32_t chunk) const {
             ok = part.get() && ok;
         }
     }
-    return ok && lock(device_memory, bytes, n_bytes);
+    ok = ok && lock(device_memory, bytes, n_bytes);
+    if (!ok) {
+        madvise(bytes, n_bytes, MADV_DONTNEED); // memory is short
+    }
+    return ok;
 }
 
 void expert_host_slots::start(size_t chunk) {

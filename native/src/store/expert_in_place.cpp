@@ -11,7 +11,7 @@ int expert_store_add_host_slots(expert_store * store, const char * device, int32
     expert_arena * const     arena = dev ? expert_find_arena(books, dev) : nullptr;
     const auto               reg   = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
     const auto               lock  = reg ? (expert_lock_t) ggml_backend_reg_get_proc_address(reg, EXPERT_LOCK_PROC) : nullptr;
-    if (!arena || !arena->buffer || !lock) {
+    if (!arena || !arena->buffer || !lock || !lock(arena->base, nullptr, 0)) {
         expert_set_last_error("device %s can't read experts in host memory: set expert_ram to 0", device);
         return 0;
     }
@@ -35,7 +35,9 @@ int expert_store_add_host_slots(expert_store * store, const char * device, int32
     for (int32_t i = 0; i < n_spares; i++) {
         blocks.push_back(arena->base + spares[i]);
     }
-    arena->movers.emplace_back(pool, slot_bytes, std::move(blocks));
+    if (n_spares > 0) { // else nothing can change places
+        arena->movers.emplace_back(pool, slot_bytes, std::move(blocks));
+    }
     return 1;
 }
 
@@ -66,10 +68,10 @@ static void ask_for_plan(expert_books * books) {
     books->planner.ask([books] { books->provider.plan(books->provider.user); });
 }
 
-std::vector<int32_t> expert_store_move(
+expert_moved expert_store_move(
     expert_store * store, expert_arena & arena, expert_copier & copier, const std::function<void()> & quiet) {
     expert_books * const books = expert_books_of(store);
-    std::vector<int32_t> moved;
+    expert_moved         moved;
     if (arena.movers.empty() || books->gone) {
         return moved;
     }
@@ -77,11 +79,17 @@ std::vector<int32_t> expert_store_move(
         quiet();
     }
     std::lock_guard<std::mutex> lock(books->mutex);
-    books->planner.wait(); // what is planned is a function of the acquires, not of time; no lock is needed for it
+    if (books->busy) { // somebody else reads what lies in the slots
+        return moved;
+    }
     for (expert_mover & mover : arena.movers) {
         mover.end(*books, copier, moved);
-        mover.start(*books, copier);
     }
-    ask_for_plan(books);
+    if (books->planner.is_idle()) { // else the plan is late: nobody waits for it
+        for (expert_mover & mover : arena.movers) {
+            mover.start(*books, copier);
+        }
+        ask_for_plan(books);
+    }
     return moved;
 }

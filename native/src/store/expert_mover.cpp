@@ -11,7 +11,7 @@ bool expert_mover::may_move(const expert_books & books, int32_t slot, bool up) c
            std::none_of(moves.begin(), moves.end(), [&](const move & move) { return move.slot == slot; });
 }
 
-void expert_mover::end(expert_books & books, expert_copier & copier, std::vector<int32_t> & moved) {
+void expert_mover::end(expert_books & books, expert_copier & copier, expert_moved & moved) {
     for (const move & move : moves) {
         const bool    ok   = copier.end(move.copy);
         const int64_t key  = books.tables.owner[move.slot];
@@ -22,7 +22,7 @@ void expert_mover::end(expert_books & books, expert_copier & copier, std::vector
             std::swap(books.slot_data[move.slot], free);
             books.tables.in_place[move.slot] = !move.up;
             books.tables.counters[move.up ? EXPERT_MOVES_UP : EXPERT_MOVES_DOWN]++;
-            moved.push_back((int32_t) key);
+            moved.emplace_back((int32_t) key, move.slot);
         }
         (move.up == (ok && same) ? in_host : on_device).push_back(free);
     }

@@ -10,6 +10,7 @@
 #include "expert_provider.h"
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 struct expert_books;
@@ -26,6 +27,8 @@ protected:
     ~expert_copier() = default;
 };
 
+typedef std::vector<std::pair<int32_t, int32_t>> expert_moved; // key and slot
+
 class expert_mover {
 public:
     const int32_t pool;
@@ -34,8 +37,8 @@ public:
         pool(pool), slot_bytes(slot_bytes), on_device(std::move(spares)) {}
 
     bool has_moves() const { return !moves.empty(); }
-    // Ends all moves; no kernel of the device runs. Adds the keys to `moved` whose slots lie elsewhere now. Under the lock.
-    void end(expert_books & books, expert_copier & copier, std::vector<int32_t> & moved);
+    // Ends all moves; no kernel of the device runs. Adds to `moved` what lies elsewhere now. Under the lock.
+    void end(expert_books & books, expert_copier & copier, expert_moved & moved);
     // Starts what was planned, as far as there are spare blocks. Under the lock.
     void start(expert_books & books, expert_copier & copier);
 

@@ -13,7 +13,6 @@ void expert_planner::run() {
         asked(); // nobody else touches it until it is done
         lock.lock();
         asked = nullptr;
-        changed.notify_all();
     }
 }
 
@@ -33,9 +32,9 @@ void expert_planner::ask(std::function<void()> plan) {
     changed.notify_all();
 }
 
-void expert_planner::wait() {
-    std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [&] { return stopping || !asked; });
+bool expert_planner::is_idle() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return !asked;
 }
 
 void expert_planner::stop() {

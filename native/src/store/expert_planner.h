@@ -12,8 +12,8 @@ public:
 
     // Calls plan() on the thread. Not while it runs. Where the system has no thread to give, nothing is planned.
     void ask(std::function<void()> plan);
-    // Waits until what was asked for is done.
-    void wait();
+    // What was asked for is done.
+    bool is_idle();
     // Nothing is called any more.
     void stop();
 

@@ -15,7 +15,9 @@ char * expert_books::host_slot(int32_t slot) {
 
 bool expert_books::copy(int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) {
     if (char * here = host_slot(slot)) { // what was read before its slot was known
-        memcpy(here + offset, bytes, n_bytes);
+        if (bytes) {
+            memcpy(here + offset, bytes, n_bytes);
+        }
         return true;
     }
     expert_count(&tables.counters[EXPERT_H2D_BYTES], (int64_t) n_bytes);

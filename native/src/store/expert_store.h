@@ -66,8 +66,8 @@ bool expert_store_claim(const expert_ref & ref, ggml_backend_dev_t dev);
 expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t dev);
 
 // Between two graphs of an arena's device: ends the moves under way, once all kernels have ended that read the arena (quiet),
-// and starts others. The keys whose slots lie elsewhere now.
-std::vector<int32_t> expert_store_move(
+// and starts others. What lies elsewhere now. Does nothing while somebody computes with the store.
+expert_moved expert_store_move(
     expert_store * store, expert_arena & arena, expert_copier & copier, const std::function<void()> & quiet);
 
 // ---- a whole layer in device memory, between expert_layer_begin() and expert_op_end(): passes as in host memory

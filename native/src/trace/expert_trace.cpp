@@ -148,6 +148,15 @@ void expert_trace_read_failed(expert_trace & trace, int32_t layer, int32_t exper
 }
 
 // The end's 48 bytes: u64 bytes of all records before, u64 each of acquires, hits, misses, evictions, failures.
+void expert_trace_cut(expert_trace & trace, const char * why) {
+    if (trace.failed || trace.fd < 0) {
+        return;
+    }
+    flush(trace);
+    trace.failed = true;
+    GGML_LOG_WARN("%s: the expert trace ends here: %s; --allow-cut takes what is there\n", trace.path.c_str(), why);
+}
+
 bool expert_trace_end(expert_trace & trace, const int64_t * counters) {
     static const expert_counter order[] = {EXPERT_ACQUIRES, EXPERT_HITS, EXPERT_MISSES, EXPERT_EVICTIONS, EXPERT_FAILURES};
     flush(trace);

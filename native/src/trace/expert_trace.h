@@ -33,5 +33,7 @@ void expert_trace_acquire(
 void expert_trace_fetch(expert_trace & trace, int32_t layer, const std::vector<int32_t> & experts, size_t n_missing);
 // The read of an expert failed: its slot is free again.
 void expert_trace_read_failed(expert_trace & trace, int32_t layer, int32_t expert);
+// What follows could not be replayed: nothing more is written, and the trace is incomplete.
+void expert_trace_cut(expert_trace & trace, const char * why);
 // Writes the end mark with the counters of all stores so far. False and expert_last_error() if the trace is incomplete.
 bool expert_trace_end(expert_trace & trace, const int64_t * counters);

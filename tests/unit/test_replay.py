@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.traces.tables import GROUPS
 from llama_expert_pack.pypack.command.cli import cli
 from llama_expert_pack.pypack.errors import ExpertPackError
 from llama_expert_pack.pypack.format.layout import Layer
@@ -115,7 +116,9 @@ def test_a_read_may_fail_before_its_fetch_is_recorded() -> None:
 
 @pytest.mark.parametrize("path", sorted(STORED.iterdir()), ids=lambda path: path.name)
 def test_stored_traces_give_the_counters_of_their_runs(path: Path) -> None:
-    assert "gives the run's counters" in check_live(read_trace(path))
+    name = path.name.removesuffix(".trace.xz")
+    counters = "no live counters" if GROUPS.get(name) == "published" else "gives the run's counters"
+    assert counters in check_live(read_trace(path))
 
 
 def test_aging_counts_in_tokens() -> None:

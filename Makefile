@@ -35,7 +35,7 @@ endif
 BUILT := $(VENV)/built$(if $(CUDA),-cuda)
 
 BENCH_MODEL  := build/bench/model.gguf
-NATIVE_FILES := $(shell find native -type f)
+NATIVE_FILES := $(shell find native -type f ! -name '*.md' ! -name upgrade.py ! -name cuda_check.py)
 NATIVE_CODE  := $(wildcard native/src/*/* native/include/*.h tests/native/*.cpp tests/native/*.h)
 
 .PHONY: demo test check format build stock stock-library upgrade bench cuda-check gpu-test clean

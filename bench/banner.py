@@ -26,15 +26,26 @@ def _cpu() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def block_queues(path: Path, sys_dev: Path = Path("/sys/dev/block")) -> list[Path]:
+    """The `queue` folders of the block devices that hold a file, those under a device mapper included."""
+    device = path.stat().st_dev
+    found: list[Path] = []
+    left = [sys_dev / f"{os.major(device)}:{os.minor(device)}"]
+    while left:
+        place = left.pop().resolve()
+        if not (place / "queue").exists() and (place.parent / "queue").exists():
+            place = place.parent  # a partition
+        if (place / "queue").exists() and place / "queue" not in found:
+            found.append(place / "queue")
+            left += list((place / "slaves").glob("*"))
+    return found
+
+
 def _read_ahead_kb(folder: Path) -> int | None:
-    device = folder.stat().st_dev
-    place = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    for queue in (place / "queue", place / ".." / "queue"):
-        try:
-            return int((queue / "read_ahead_kb").read_text())
-        except (OSError, ValueError):
-            continue
-    return None
+    try:
+        return next((int((queue / "read_ahead_kb").read_text()) for queue in block_queues(folder)), None)
+    except (OSError, ValueError):
+        return None
 
 
 def banner(folder: Path) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
     python -m bench.demo [--model MODEL.gguf] [--cache SIZE] [--tokens N] [--prompt TEXT] [--no-compare]
 
-Without --model it takes the small trained model in bench/data, or, where that is missing, writes a synthetic one
-(demo/model.gguf, random weights: expect no sentences). Then it converts, verifies, generates from the pack, and compares tokens and logits with stock llama.cpp.
+Without --model it takes the small trained model in bench/data. It converts, verifies, generates from the pack, and compares
+tokens and logits with stock llama.cpp.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any
 import click
 import numpy as np
 
-from lab.make_model import make_model
-from lab.stock import ROOT, STOCK_LIB, environment, llama_class
+from lab.stock import ROOT, environment, llama_class
 from llama_expert_pack.pypack.command.progress import for_stderr
 from llama_expert_pack.pypack.convert.convert import convert
 from llama_expert_pack.pypack.convert.verify import verify
@@ -30,7 +29,6 @@ from llama_expert_pack.pypack.format.pack import Pack, open_pack
 SAMPLE = ROOT / "bench" / "data" / "sample-moe.gguf"
 PROMPT = "Give an example of a bias that can exist in an AI algorithm."
 SAMPLE_PROMPT = "Elizabeth walked into the garden, and"  # of the kind that the sample was trained on
-VOCABULARY = STOCK_LIB.parent / "source" / "models" / "ggml-vocab-llama-spm.gguf"
 
 
 def generate(job: dict[str, Any], out: Path) -> None:
@@ -78,21 +76,8 @@ def run_side(job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[st
         return json.loads(out.with_suffix(".json").read_text()), dict(arrays)
 
 
-def demo_model() -> Path:
-    """The trained sample, or a synthetic model where it is missing."""
-    if SAMPLE.exists():
-        return SAMPLE
-    path = ROOT / "demo" / "model.gguf"
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        partial = path.with_suffix(".partial")
-        make_model(partial, "demo", tokenizer=VOCABULARY)
-        partial.rename(path)
-    return path
-
-
 @click.command(help=(__doc__ or "").split("\n", maxsplit=1)[0])
-@click.option("--model", type=click.Path(path_type=Path), help="A mixture-of-experts GGUF of yours.")
+@click.option("--model", type=click.Path(path_type=Path), default=SAMPLE, help="A mixture-of-experts GGUF of yours.")
 @click.option("--output", type=click.Path(path_type=Path), help="Where to write the pack; default: beside the model.")
 @click.option("--cache", help="Memory for experts, e.g. 20GiB; default: a quarter of all experts.")
 @click.option("--tokens", default=48, show_default=True, help="Tokens to generate.")
@@ -101,23 +86,13 @@ def demo_model() -> Path:
 @click.option("--seed", default=1, show_default=True)
 @click.option("--compare/--no-compare", default=True, show_default=True, help="Run stock llama.cpp too.")
 @click.option("--job", hidden=True)
-def main(
-    model: Path | None,
-    output: Path | None,
-    cache: str | None,
-    tokens: int,
-    prompt: str | None,
-    temperature: float | None,
-    seed: int,
-    compare: bool,
-    job: str | None,
-) -> None:
+def main(job: str | None, **options: Any) -> None:
     try:
         if job is not None:
             described = json.loads(job)
             generate(described, Path(described["out"]))
             return
-        show(model or demo_model(), output, cache, tokens, prompt, temperature, seed, compare)
+        show(**options)
     except (ExpertPackError, FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

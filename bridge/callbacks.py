@@ -10,8 +10,6 @@ from ._provider import ffi, lib
 if TYPE_CHECKING:
     from .provider import Provider
 
-__all__ = ["callbacks_of", "last_error", "text_of"]
-
 _log = logging.getLogger(__name__)
 
 
@@ -52,7 +50,7 @@ def expert_pack_choose_slots(
 ) -> int:
     provider: Provider = ffi.from_handle(user)
     try:
-        taken = provider.choose_slots(layer, ffi.unpack(missing, n_missing), ffi.unpack(active, n_active))
+        taken = provider.cache.choose_slots(layer, ffi.unpack(missing, n_missing), ffi.unpack(active, n_active))
     except Exception as error:
         provider.keep(error)
         return 0
@@ -64,7 +62,7 @@ def expert_pack_choose_slots(
 def expert_pack_prepare(user: Any, layer: int, fetched: Any, n_fetched: int) -> None:
     provider: Provider = ffi.from_handle(user)
     try:
-        provider.prepare(layer, ffi.unpack(fetched, n_fetched))
+        provider.cache.prepare(layer, ffi.unpack(fetched, n_fetched))
     except Exception:  # the next fetch asks
         _log.exception("the next slots could not be chosen")
 

@@ -6,6 +6,7 @@ must be the first to import it; if another one was, loaded other libraries, it s
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -13,12 +14,9 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..pypack.errors import NativeError
-
-if TYPE_CHECKING:
-    import ctypes
 
 REBUILD = "reinstall llama-expert-pack on this machine (`make clean build` in a clone)"
 
@@ -43,7 +41,7 @@ def library_dir() -> Path:
     """Folder of the patched libraries. Raises NativeError if they were not built."""
     spec = importlib.util.find_spec("llama_expert_pack.bridge._provider")
     if spec is None or spec.origin is None:
-        raise NativeError(f"the native part of llama-expert-pack is not built: {REBUILD}")
+        raise NativeError(f"{Path(__file__).parent}: the native part of llama-expert-pack is not built: {REBUILD}")
     folder = Path(spec.origin).parent / "lib"
     if not (folder / "libllama.so").exists():
         raise NativeError(f"{folder}: expected libllama.so and its companions, found none: {REBUILD}")
@@ -75,8 +73,6 @@ def check_cpu(needed: list[str], cpuinfo: str) -> None:
 
 def check_struct_sizes(llama_cpp: ModuleType, native: ctypes.CDLL) -> None:
     """The binding's hand-written structs must be the library's. Raises NativeError."""
-    import ctypes
-
     size_of = native.llama_expert_struct_size
     size_of.argtypes, size_of.restype = [ctypes.c_char_p], ctypes.c_size_t
     for name in ("llama_model_params", "llama_context_params", "llama_batch", "llama_model_kv_override"):
@@ -139,8 +135,8 @@ def load() -> ModuleType:
     loaded = Path(binding._lib._name).resolve()
     if loaded.parent != folder.resolve():
         raise NativeError(
-            f"llama_cpp was imported earlier with {loaded}: import llama_expert_pack before llama_cpp, "
-            "so that both use the patched libraries"
+            f"llama_cpp was imported earlier with {loaded}: import llama_expert_pack before llama_cpp, and without "
+            "LLAMA_CPP_LIB_PATH, so that both use the patched libraries"
         )
     check_struct_sizes(llama_cpp, binding._lib)
     return llama_cpp

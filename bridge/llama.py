@@ -105,7 +105,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         given = {  # with a pack also what equals a default: 64.0 is no number of parts
             name: value
             for name, value in self._expert_args.items()
-            if value != OPTIONS[name].default or (packed and not OPTIONS[name].needs)
+            if not _is_default(name, value) or (packed and not OPTIONS[name].needs)
         }
         try:
             options = ExpertOptions.checked(given)
@@ -290,6 +290,11 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
     def _note_batches(self, n_before: int) -> None:
         del self._batch_ends[bisect_right(self._batch_ends, n_before) :]
         self._batch_ends += [*range(n_before + self.n_batch, self.n_tokens, self.n_batch), self.n_tokens]
+
+
+def _is_default(name: str, value: object) -> bool:
+    """Also of values that can't be compared: an array is none, and is refused like any other wrong value."""
+    return (value == OPTIONS[name].default) is True
 
 
 _OPTIONS_LINE = "expert_...: the options in pypack/values/options.py."  # what is read without running

@@ -16,8 +16,6 @@ from ..pypack.stats.counters import Counter, Counters
 from ..pypack.values.options import Verify
 from ._provider import ffi, lib
 
-__all__ = ["SharedCounters", "describe_blocks", "describe_layers", "share_tables"]
-
 _CHECKS: dict[Verify, int] = {"off": 0, "first": 1, "every": 2}  # expert_block.check
 _BLOCK = np.dtype([("offset", "<i8"), ("fd", "<i4"), ("check", "<i4"), ("digest", "u1", (16,))])  # expert_block
 

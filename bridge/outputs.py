@@ -17,8 +17,6 @@ from ..pypack.trace.format import MAGIC
 from ..pypack.values.options import ExpertOptions
 from ._provider import ffi, lib
 
-__all__ = ["TraceFile", "check_outputs", "path_of_child"]
-
 _CHILD_NAME_MAX = 100  # of 255 bytes that a file's name may have
 
 

@@ -10,30 +10,26 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..pypack.drive.reader import Reader
 from ..pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError
+from ..pypack.format.layout import Layer
+from ..pypack.format.pack import Pack
 from ..pypack.placement.budget import PoolPlan, cache_budget, plan_pools
 from ..pypack.placement.cache import ExpertCache
 from ..pypack.policy import make_policy
 from ..pypack.stats.counters import Counter, ExpertStats
 from ..pypack.system.host_memory import host_memory_free
 from ..pypack.trace.format import encode_header
+from ..pypack.values.options import ExpertOptions
 from ..pypack.values.sizes import parse_size
 from ._provider import ffi, lib
 from .callbacks import callbacks_of, last_error, text_of
 from .library import build_info
 from .native_tables import SharedCounters, describe_blocks, describe_layers, share_tables
+from .outputs import TraceFile
 from .switching import switch_often
-
-if TYPE_CHECKING:
-    from ..pypack.format.layout import Layer
-    from ..pypack.format.pack import Pack
-    from ..pypack.values.options import ExpertOptions
-    from .outputs import TraceFile
-
-__all__ = ["Provider"]
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +124,7 @@ class Provider:
         self._reader.close()
         self._store = ffi.NULL
 
-    # ---- callbacks: on any thread
+    # ---- callbacks, on any thread; those of the cache are its own
 
     def open_arena(self, device: str, free_bytes: int, layers: Sequence[int]) -> None:
         """Size the arena of a device, by its ggml name, for ``layers`` (indices) and give it to native.
@@ -168,14 +164,6 @@ class Provider:
         arena = memoryview(ffi.buffer(host[0], plan.arena_bytes))
         sizes = [pool.block_bytes for pool in plan.pools for _ in range(pool.n_slots)]
         return [arena[o : o + n] for o, n in zip(offsets.tolist(), sizes, strict=True)]
-
-    def choose_slots(self, layer: int, missing: list[int], active: list[int]) -> list[int]:
-        """[len(missing)] slots for the missing experts, from which none of ``active`` is taken."""
-        return self.cache.choose_slots(layer, missing, active)
-
-    def prepare(self, layer: int, fetched: list[int]) -> None:
-        """The experts ``fetched`` have got slots: choose those that may be taken next."""
-        self.cache.prepare(layer, fetched)
 
     def keep(self, error: Exception) -> None:
         """Remember why a callback failed."""

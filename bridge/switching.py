@@ -6,8 +6,6 @@ import os
 import sys
 import threading
 
-__all__ = ["switch_often"]
-
 _lock = threading.Lock()
 _n_providers = 0
 _usual_interval_s = 0.0

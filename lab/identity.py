@@ -22,15 +22,12 @@ BUDGETS = ("all", "half", "least")
 # prefill of several sizes, small batches that take other kernels, single tokens
 BATCHES = [64, 32, 1, 2, 4, 8, 16, 3, 7, *[1] * 16]
 N_GREEDY = 300
+# what people run: these also answer greedily, which takes longest
+TYPES = ("MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS", "NVFP4", "F16", "BF16")
+ARCHITECTURES = ("deepseek4", "kimi-k3", "gpt-oss", "qwen3moe", "glm4moe")
+COMMON = frozenset({*(f"type-{name}" for name in TYPES), *(f"{name}-moe" for name in ARCHITECTURES)})
 _N_PROCESSES = 6
 _MODELS_PER_PROCESS = 6
-
-
-def long_answers(name: str) -> bool:
-    """Whether a model also answers greedily, which takes longest: those whose types and layers people run."""
-    kinds = {"MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS", "NVFP4", "F16", "BF16"}
-    architectures = {"deepseek4-moe", "kimi-k3-moe", "gpt-oss-moe", "qwen3moe-moe", "glm4moe-moe"}
-    return name.removeprefix("type-") in kinds or name in architectures
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def _compare_share(models: dict[str, Path], scratch: Path, options: dict[str, An
             continue  # upstream calls some dense models "moe"; tests/conformance says which
         least = minimum_budget(pack)
         budgets = {"all": pack.payload_bytes, "half": max(least, pack.payload_bytes // 2), "least": least}
-        common = {"model": str(path), "batches": BATCHES, "greedy": N_GREEDY if long_answers(name) else 0}
+        common = {"model": str(path), "batches": BATCHES, "greedy": N_GREEDY if name in COMMON else 0}
         base = {"n_gpu_layers": -1, "n_ctx": 512, **options}
         jobs.append({"id": f"{name}.stock", "stock": True, "repack": True, "llama": base, **common})
         for budget, n_bytes in budgets.items():

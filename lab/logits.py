@@ -47,19 +47,15 @@ def run_jobs(jobs: list[dict[str, Any]], folder: Path, under: Sequence[str] = ()
     """
     folder.mkdir(parents=True, exist_ok=True)
     for stock in (True, False):
-        run_share([job for job in jobs if job["stock"] == stock], folder, under)
+        left = [job for job in jobs if job["stock"] == stock]
+        while left:
+            left = left[run_until_death(left, folder, under) :]
     runs = {}
     for job in jobs:
         logits = folder / f"{job['id']}.npy"
         found = json.loads((folder / f"{job['id']}.json").read_text())
         runs[job["id"]] = Run(np.load(logits) if "error" not in found else None, found)
     return runs
-
-
-def run_share(jobs: list[dict[str, Any]], folder: Path, under: Sequence[str]) -> None:
-    """Runs jobs of one kind, in one process unless one of them kills it."""
-    while jobs:
-        jobs = jobs[run_until_death(jobs, folder, under) :]
 
 
 def run_until_death(jobs: list[dict[str, Any]], folder: Path, under: Sequence[str]) -> int:

@@ -54,21 +54,6 @@ def shape_of_type(type_name: str) -> Shape:
     return replace(TINY, n_embd=n_embd, n_ff_exp=n_ff_exp, expert_types=_by_role(type_name))
 
 
-MIXED_IN_LAYER = replace(TINY, expert_types=_by_role("Q2_K", "IQ4_NL", "Q6_K"))
-MIXED_BETWEEN_LAYERS = replace(
-    TINY, n_layer=4, n_expert=4, expert_types=_by_role("Q4_K,Q2_K", "Q4_K,IQ3_S,Q8_0", "Q6_K,Q3_K,Q5_K,F16")
-)
-GATE_UP = replace(
-    TINY, arch="hy_v3", expert_types={"gate_up": ("Q4_0", "Q5_1"), "down": ("Q8_0",)}, n_embd=96, n_ff_exp=32
-)
-DENSE_BETWEEN = replace(NARROW, arch="hy_v3", n_layer=6, dense_layers=(0, 2, 3))
-DENSE_FIRST = replace(NARROW, arch="glm4moe", n_layer=4, n_expert_shared=1, dense_layers=(0, 1))
-INTERLEAVED = replace(NARROW, arch="llama4", n_layer=4, n_expert_used=1, extra={"moe_layer_step": 2})
-EXPERT_SCALES = replace(NARROW, expert_scales=True)
-EXPERT_SCALES_NVFP4 = replace(
-    TINY, n_embd=128, n_ff_exp=64, n_expert=8, expert_types=_by_role("NVFP4"), expert_scales=True
-)
-EXPERT_BIASES = replace(NARROW, arch="gpt-oss", expert_types=_by_role("MXFP4"))
 NO_GATE = replace(
     NARROW,
     arch="nemotron_h_moe",
@@ -76,71 +61,70 @@ NO_GATE = replace(
     expert_types={"up": ("Q5_0",), "down": ("Q8_0",)},
     extra={"kinds": "saee", "ssm_inner": 64, "ssm_state": 32, "ssm_heads": 2, "n_ff_shared": 32},
 )
-WIDTHS_BY_LAYER = replace(
-    NO_GATE,
-    n_layer=6,
-    n_ff_exp=(32, 64, 32, 96, 160, 64),
-    n_expert_used=(1, 1, 2, 3, 1, 4),
-    extra={**NO_GATE.extra, "kinds": "saeeee"},
-)
-TWO_GROUPS = replace(
-    NARROW, arch="grovemoe", expert_types=_by_role("Q5_1"), extra={"n_ff_chexp": 32, "n_group_experts": 2}
-)
-MANY_EXPERTS = replace(NARROW, n_embd=64, n_ff_exp=32, n_expert=640, n_expert_used=6, expert_types=_by_role("IQ4_NL"))
-ONE_EXPERT_USED = replace(NARROW, n_expert_used=1)
-ALL_EXPERTS_USED = replace(NARROW, n_expert_used=8)
-ODD_ROWS = replace(NARROW, n_embd=544, n_ff_exp=992, n_expert=4, n_layer=1, expert_types=_by_role("Q4_0"))
-WIDE_ROWS = replace(TINY, n_embd=512, n_ff_exp=1024, n_expert=3, n_layer=1, expert_types=_by_role("Q2_K"))
-LATENT = replace(
-    NARROW,
-    arch="kimi-k3",
-    n_layer=5,
-    n_expert_shared=1,
-    dense_layers=(0,),
-    expert_types=_by_role("Q4_0", "Q4_0", "Q5_0"),
-    extra={"q_lora_rank": 32, "kv_lora_rank": 64, "n_rot": 32, "kda_head_dim": 32, "n_latent": 64},
-)
-HASH_ROUTED = replace(
-    NARROW,
-    arch="deepseek4",
-    n_layer=5,
-    n_embd=128,
-    n_head=4,
-    head_dim=64,
-    n_expert_shared=1,
-    expert_types=_by_role("MXFP4"),
-    extra={
-        "q_lora_rank": 32,
-        "o_lora_rank": 32,
-        "o_groups": 4,
-        "n_rot": 32,
-        "indexer_heads": 2,
-        "indexer_key_length": 128,
-        "hash_layers": 3,
-    },
-)
 
 SHAPES: dict[str, Shape] = {
     **{f"type-{name}": shape_of_type(name) for name in WEIGHT_TYPES},
-    "mixed-in-layer": MIXED_IN_LAYER,
-    "mixed-between-layers": MIXED_BETWEEN_LAYERS,
-    "gate-up": GATE_UP,
+    "mixed-in-layer": replace(TINY, expert_types=_by_role("Q2_K", "IQ4_NL", "Q6_K")),
+    "mixed-between-layers": replace(
+        TINY, n_layer=4, n_expert=4, expert_types=_by_role("Q4_K,Q2_K", "Q4_K,IQ3_S,Q8_0", "Q6_K,Q3_K,Q5_K,F16")
+    ),
+    "gate-up": replace(
+        TINY, arch="hy_v3", expert_types={"gate_up": ("Q4_0", "Q5_1"), "down": ("Q8_0",)}, n_embd=96, n_ff_exp=32
+    ),
     "no-gate": NO_GATE,
-    "expert-biases": EXPERT_BIASES,
-    "expert-scales": EXPERT_SCALES,
-    "expert-scales-nvfp4": EXPERT_SCALES_NVFP4,
-    "dense-first": DENSE_FIRST,
-    "dense-between": DENSE_BETWEEN,
-    "interleaved": INTERLEAVED,
-    "widths-by-layer": WIDTHS_BY_LAYER,
-    "two-groups": TWO_GROUPS,
-    "many-experts": MANY_EXPERTS,
-    "one-expert-used": ONE_EXPERT_USED,
-    "all-experts-used": ALL_EXPERTS_USED,
-    "odd-rows": ODD_ROWS,
-    "wide-rows": WIDE_ROWS,
-    "latent": LATENT,
-    "hash-routed": HASH_ROUTED,
+    "expert-biases": replace(NARROW, arch="gpt-oss", expert_types=_by_role("MXFP4")),
+    "expert-scales": replace(NARROW, expert_scales=True),
+    "expert-scales-nvfp4": replace(
+        TINY, n_embd=128, n_ff_exp=64, n_expert=8, expert_types=_by_role("NVFP4"), expert_scales=True
+    ),
+    "dense-first": replace(NARROW, arch="glm4moe", n_layer=4, n_expert_shared=1, dense_layers=(0, 1)),
+    "dense-between": replace(NARROW, arch="hy_v3", n_layer=6, dense_layers=(0, 2, 3)),
+    "interleaved": replace(NARROW, arch="llama4", n_layer=4, n_expert_used=1, extra={"moe_layer_step": 2}),
+    "widths-by-layer": replace(
+        NO_GATE,
+        n_layer=6,
+        n_ff_exp=(32, 64, 32, 96, 160, 64),
+        n_expert_used=(1, 1, 2, 3, 1, 4),
+        extra={**NO_GATE.extra, "kinds": "saeeee"},
+    ),
+    "two-groups": replace(
+        NARROW, arch="grovemoe", expert_types=_by_role("Q5_1"), extra={"n_ff_chexp": 32, "n_group_experts": 2}
+    ),
+    "many-experts": replace(
+        NARROW, n_embd=64, n_ff_exp=32, n_expert=640, n_expert_used=6, expert_types=_by_role("IQ4_NL")
+    ),
+    "one-expert-used": replace(NARROW, n_expert_used=1),
+    "all-experts-used": replace(NARROW, n_expert_used=8),
+    "odd-rows": replace(NARROW, n_embd=544, n_ff_exp=992, n_expert=4, n_layer=1, expert_types=_by_role("Q4_0")),
+    "wide-rows": replace(TINY, n_embd=512, n_ff_exp=1024, n_expert=3, n_layer=1, expert_types=_by_role("Q2_K")),
+    "latent": replace(
+        NARROW,
+        arch="kimi-k3",
+        n_layer=5,
+        n_expert_shared=1,
+        dense_layers=(0,),
+        expert_types=_by_role("Q4_0", "Q4_0", "Q5_0"),
+        extra={"q_lora_rank": 32, "kv_lora_rank": 64, "n_rot": 32, "kda_head_dim": 32, "n_latent": 64},
+    ),
+    "hash-routed": replace(
+        NARROW,
+        arch="deepseek4",
+        n_layer=5,
+        n_embd=128,
+        n_head=4,
+        head_dim=64,
+        n_expert_shared=1,
+        expert_types=_by_role("MXFP4"),
+        extra={
+            "q_lora_rank": 32,
+            "o_lora_rank": 32,
+            "o_groups": 4,
+            "n_rot": 32,
+            "indexer_heads": 2,
+            "indexer_key_length": 128,
+            "hash_layers": 3,
+        },
+    ),
 }
 
 

@@ -152,7 +152,7 @@ def port(patch: Path, trees: Trees) -> tuple[int, str]:
         git(tree, "add", "--update")
     introduction = re.split(r"^(?:diff --git |--- a/)", patch.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
     # git's own heads name hashes, which change with every version
-    return n_failed, introduction + re.sub(r"^(?:diff --git|index) .*\n", "", diff, flags=re.MULTILINE) if diff else ""
+    return n_failed, introduction + re.sub(r"^index .*\n", "", diff, flags=re.MULTILINE) if diff else ""
 
 
 def check(version: str) -> None:

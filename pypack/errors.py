@@ -18,21 +18,6 @@ from __future__ import annotations
 
 from .printable import printable
 
-__all__ = [
-    "BudgetError",
-    "DecodeError",
-    "DirectIOError",
-    "ExpertPackError",
-    "GGUFError",
-    "NativeError",
-    "PackError",
-    "ReadError",
-    "SourceMismatchError",
-    "SpaceError",
-    "TraceError",
-    "UsageError",
-]
-
 
 class ExpertPackError(Exception):
     """Base of all errors of this package; its text is one sentence for a person, safe to print."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["printable"]
-
 _MAX_CHARS = 4000  # a name in a GGUF may have 64 MiB
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from llama_expert_pack.pypack.placement.cache import ExpertCache
 from llama_expert_pack.pypack.placement.slots import NONE
 
-__all__ = ["wrong_books"]
-
 
 def wrong_books(cache: ExpertCache) -> list[str]:
     """What is inconsistent, one sentence each; empty if all is well. At rest or not."""

@@ -283,22 +283,10 @@ def say(text: str) -> None:
     "--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("compare.jsonl"), show_default=True
 )
 @click.option("--report", type=click.Path(file_okay=False, path_type=Path), help="Folder for report.md and charts.")
-@click.option("--ten-requests", is_flag=True, help="The published protocol, through two servers, instead.")
-def main(model: Path, pack_path: Path | None, ten_requests: bool, **arguments: Any) -> None:
+def main(model: Path, pack_path: Path | None, **arguments: Any) -> None:
     try:
         pack = open_pack(pack_path) if pack_path else open_pack(convert(model).path)
         check_source(pack, model)
-        if ten_requests:
-            command = [
-                sys.executable,
-                "-m",
-                "bench.serving.ten_requests",
-                "--model",
-                str(model),
-                "--pack",
-                str(pack.path),
-            ]
-            sys.exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
         arguments["cold"] = arguments["cold"] or ("machine" if os.geteuid() == 0 else "files")
         comparison = Comparison(pack, model, arguments)
         comparison.run()

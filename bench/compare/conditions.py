@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from bench.banner import block_queues
+
 Cold = Literal["machine", "files", "off"]
 
 
@@ -33,21 +35,6 @@ def cold_sentence(how: Cold) -> str:
         "files": "page cache of the model and the pack dropped before each side (posix_fadvise)",
         "off": "page cache left as it was: NOT cold",
     }[how]
-
-
-def block_queues(path: Path, sys_dev: Path = Path("/sys/dev/block")) -> list[Path]:
-    """The `queue` folders of the block devices that hold a file, those under a device mapper included."""
-    device = path.stat().st_dev
-    found: list[Path] = []
-    left = [sys_dev / f"{os.major(device)}:{os.minor(device)}"]
-    while left:
-        place = left.pop().resolve()
-        if not (place / "queue").exists() and (place.parent / "queue").exists():
-            place = place.parent  # a partition
-        if (place / "queue").exists() and place / "queue" not in found:
-            found.append(place / "queue")
-            left += list((place / "slaves").glob("*"))
-    return found
 
 
 @contextmanager

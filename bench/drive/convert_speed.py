@@ -1,6 +1,6 @@
 """How fast the converter is beside a plain O_DIRECT copy of as many bytes on the same disk.
 
-    python bench/drive/convert_speed.py MODEL FOLDER [--out results.jsonl]
+    python -m bench.drive.convert_speed MODEL FOLDER [--out results.jsonl]
 
 Alternates, round by round, between a copy and a conversion of MODEL into FOLDER; both end with an fsync, both
 have as many transfers in flight into reserved room, and neither leaves anything behind. The

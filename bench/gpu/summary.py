@@ -14,9 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# what must be bit-identical: the types and architectures that people run
-TYPES = ("MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS", "NVFP4", "F16", "BF16")
-ARCHITECTURES = ("deepseek4", "kimi-k3", "gpt-oss", "qwen3moe", "glm4moe")
+from lab.identity import COMMON
+
 LARGE, SMALL = "8x64-4096x2048-mxfp4", "48x32-2048x768-mxfp4"
 
 Records = list[dict[str, Any]]
@@ -33,9 +32,8 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 def identical(records: Records) -> bool | None:
     """Whether all that must be identical was, at every budget; None if something of it was not run."""
-    names = {f"type-{name}" for name in TYPES} | {f"{name}-moe" for name in ARCHITECTURES}
-    found = [r for r in records if r.get("model") in names]
-    if {r["model"] for r in found} != names:
+    found = [r for r in records if r.get("model") in COMMON]
+    if {r["model"] for r in found} != COMMON:
         return None
     return all(r["identical"] and r.get("same_greedy", True) for r in found)
 

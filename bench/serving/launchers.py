@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from lab.stock import ROOT, STOCK_LIB
+from lab.stock import STOCK_LIB, environment
 
 STOCK_SERVER = STOCK_LIB / "llama-server"
 KINDS = ("stock", "ours", "packed")
@@ -24,10 +24,7 @@ def server_command(kind: str) -> list[str]:
 
 def server_environment(kind: str) -> dict[str, str]:
     """Environment of a server. Ours finds this clone's modules from any working directory."""
-    variables = {**os.environ}
-    if kind != "stock":
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return variables
+    return {**os.environ} if kind == "stock" else environment(stock=False)
 
 
 def write_script(folder: Path, kind: str, pack_variables: dict[str, str], without_pack: str) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from pathlib import Path
 import click
 
 from bench.banner import banner, report
+from bench.compare.conditions import drop_caches
+from bench.serving.process import free_port
 from lab.stock import STOCK_LIB, environment
 from llama_expert_pack.pypack.gguf.model import read_model
 from llama_expert_pack.pypack.source.match import find_pack
@@ -29,21 +30,9 @@ from llama_expert_pack.pypack.source.match import find_pack
 PROMPT = "Once upon a time, in a village by the sea, there lived"
 
 
-def forget(path: Path) -> None:
-    """Drops a file's pages from the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
 def first_token_s(command: list[str]) -> float:
     """Seconds until a server's first streamed token; the server is stopped then."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     body = json.dumps({"prompt": PROMPT, "n_predict": 1, "stream": True, "temperature": 0}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", body, {"Content-Type": "application/json"})
     variables = environment(stock=False)
@@ -95,8 +84,7 @@ def main(model: Path, rounds: int, cache: str, threads: int, out: Path | None) -
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, command in commands.items():
-            for path in files:
-                forget(path)
+            drop_caches(files, "files")
             seconds[name].append(first_token_s(command))
     result = {
         **banner(model.parent),

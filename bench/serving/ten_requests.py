@@ -4,7 +4,7 @@
 
 The workload of the published SSD Expert Pack measurements: five instructions and five multiple-choice questions
 (bench/data), 200 tokens each, temperature 0, prompt cache off. Stock runs with --no-repack, as ours does with a pack.
-Without --model it uses the demo's synthetic model, with a quarter of the experts in memory.
+Without --model it uses the trained sample, with a quarter of the experts in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from bench.banner import banner
-from bench.demo import demo_model
+from bench.demo import SAMPLE
 from bench.serving.process import Server, running
 from lab.stock import ROOT
 from llama_expert_pack.pypack.convert.convert import convert
@@ -102,14 +102,13 @@ def table(results: dict[str, list[Answer]]) -> str:
 
 
 @click.command(help=(__doc__ or "").split("\n", maxsplit=1)[0])
-@click.option("--model", type=click.Path(exists=True, path_type=Path), help="A mixture-of-experts GGUF of yours.")
+@click.option("--model", type=click.Path(path_type=Path), default=SAMPLE, help="A mixture-of-experts GGUF of yours.")
 @click.option("--cache", help="Memory for experts, e.g. 20GiB; default: a quarter of all experts.")
 @click.option("--threads", default=2, show_default=True)
 @click.option("--requests", type=click.Path(exists=True, path_type=Path), default=REQUESTS, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS, show_default=True, help="Appended to.")
-def main(model: Path | None, cache: str | None, threads: int, requests: Path, out: Path) -> None:
+def main(model: Path, cache: str | None, threads: int, requests: Path, out: Path) -> None:
     try:
-        model = model or demo_model()
         pack = open_pack(convert(model).path)
         budget = cache or str(pack.payload_bytes // 4)
         arguments = {

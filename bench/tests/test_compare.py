@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.banner import block_queues
 from bench.compare import conditions, step_model
 from bench.compare.__main__ import ram_cap_bytes, read_prompts, run_side
 from bench.compare.report import headline, markdown, number, table
@@ -318,7 +319,7 @@ def test_queues_of_a_partition_and_of_what_a_mapper_lies_on(tmp_path: Path) -> N
     (mapper / "slaves" / "sda1").symlink_to(disk / "sda1")
     (tmp_path / "block").mkdir()
     (tmp_path / "block" / number_).symlink_to(mapper)
-    assert conditions.block_queues(tmp_path, tmp_path / "block") == [mapper / "queue", disk / "queue"]
+    assert block_queues(tmp_path, tmp_path / "block") == [mapper / "queue", disk / "queue"]
 
 
 def test_read_ahead_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

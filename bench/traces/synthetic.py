@@ -21,8 +21,6 @@ from llama_expert_pack.pypack.format.layout import Layer
 from llama_expert_pack.pypack.trace.format import Kind
 from llama_expert_pack.pypack.trace.trace import Trace
 
-__all__ = ["Habits", "synthetic_trace"]
-
 DRIFT_TOKENS = 256
 
 

@@ -21,7 +21,7 @@ from ..values.checks import check_path
 from .heat import draw_heat
 from .inspect import describe, format_table, to_json
 from .progress import for_stderr
-from .replay import DEFAULT_BUDGETS, Recorded, compare_policies
+from .replay import DEFAULT_BUDGETS, Recorded, compare_policies, trace_names
 
 _GIB = 1 << 30
 
@@ -53,7 +53,7 @@ class _Group(click.Group):
             click.echo(printable(f"error: {error.filename or 'input/output'}: {error.strerror or error}"), err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
-            click.echo("interrupted: what is finished is kept, run the same command to go on", err=True)
+            click.echo("interrupted: a conversion goes on when the same command is run again", err=True)
             ctx.exit(130)
 
 
@@ -170,7 +170,8 @@ def replay_command(
     traces: tuple[Path, ...], policies: tuple[str, ...], budgets: str, out: Path | None, allow_cut: bool
 ) -> None:
     """Compare cache policies, and the best that was possible, on the runs recorded in TRACES at a range of budgets."""
-    recorded = (Recorded(path.name.split(".")[0], "given", read_trace(path, allow_cut=allow_cut)) for path in traces)
+    named = zip(trace_names(traces), traces, strict=True)
+    recorded = (Recorded(name, "given", read_trace(path, allow_cut=allow_cut)) for name, path in named)
     compare_policies(recorded, policies, budgets, out)
 
 

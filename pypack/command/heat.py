@@ -14,8 +14,6 @@ from ..system.output_file import refuse_same_file, write_output
 from ..system.plotting import pyplot
 from ..trace.trace import Trace
 
-__all__ = ["draw_heat", "is_picture", "use_counts"]
-
 
 def use_counts(trace: Trace) -> NDArray[np.float64]:
     """[n_layers, most experts of a layer] acquires that asked for the expert; NaN where a layer has none."""

@@ -19,9 +19,8 @@ from ..replay.rows import Row, replay_all
 from ..replay.tables import ranking, table
 from ..system.output_file import write_output
 from ..trace.trace import Trace
+from ..values.sizes import parse_size
 from .heat import is_picture
-
-__all__ = ["DEFAULT_BUDGETS", "Recorded", "compare_policies"]
 
 DEFAULT_BUDGETS = "0.5%,1%,2%,4%,8%,14%,25%,50%"
 
@@ -34,6 +33,12 @@ class Recorded(NamedTuple):
     trace: Trace
 
 
+def trace_names(paths: Sequence[Path]) -> list[str]:
+    """A name for each trace, without the endings; those that would have the same one are numbered."""
+    stems = [path.name.removesuffix(".xz").removesuffix(".trace") for path in paths]
+    return [f"{stem} ({i})" if stems.count(stem) > 1 else stem for i, stem in enumerate(stems, 1)]
+
+
 def compare_policies(
     traces: Iterable[Recorded], policies: Sequence[str] = (), budgets: str = DEFAULT_BUDGETS, out: Path | None = None
 ) -> None:
@@ -42,14 +47,17 @@ def compare_policies(
     ``policies``: names, all if empty. ``out``: a folder for results.jsonl and an SVG for each trace.
     Raises :class:`ExpertPackError`, OSError.
     """
+    names = [*(dict.fromkeys(policies) or sorted(REPLAY_POLICIES)), *BOUNDS]
+    sizes = list(dict.fromkeys(budgets.split(",")))
     for policy in policies:
         make_policy(policy, REPLAY_POLICIES)
+    for size in sizes:
+        parse_size(size, 0, "the budget")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    names = [*(policies or sorted(REPLAY_POLICIES)), *BOUNDS]
     rows: list[Row] = []
     for name, group, trace in traces:
-        found = replay_all(trace, name, group, names, budgets.split(","), len(os.sched_getaffinity(0)))
+        found = replay_all(trace, name, group, names, sizes, len(os.sched_getaffinity(0)))
         click.echo(f"\n### {printable(name)}\n\n{_facts(trace)}; {check_live(trace)}.\n\n{table(found)}")
         rows += found
         if out is not None and found:

@@ -13,8 +13,6 @@ from ..system.guard import Guard
 from ..values.checks import check_path
 from .journal import temporary_path
 
-__all__ = ["PackOutput"]
-
 _PATH_MAX = 4096  # of Linux, with the final zero
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Progress", "Silent"]
-
 
 class Progress(Protocol):
     """Told how many bytes are done; ``start`` once, ``advance`` often, ``close`` at the end."""

@@ -24,8 +24,6 @@ from ..errors import DirectIOError, ReadError
 from ..format.layout import ALIGNMENT
 from ..system.regular_file import open_regular
 
-__all__ = ["WITHOUT_DIRECT_IO", "PreadInto", "address", "aligned_buffer", "open_file", "pread_into", "read_exact"]
-
 WITHOUT_DIRECT_IO = "move the file to a local disk, or turn direct I/O off with expert_direct_io=False"
 _MADV_WIPEONFORK = 18  # a forked child gets zeros: pages that both share would get a direct read in one of them only
 

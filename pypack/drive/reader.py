@@ -11,24 +11,15 @@ import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
 from ..errors import ReadError, UsageError
 from ..format.layout import ALIGNMENT
+from ..format.pack import Pack
 from ..stats.counters import Counter, Counters
 from .direct_io import WITHOUT_DIRECT_IO, PreadInto, address, aligned_buffer, open_file, pread_into, read_exact
-
-if TYPE_CHECKING:
-    from ..format.pack import Pack
-
-__all__ = [
-    "RETRIES",
-    "Deliver",
-    "OnDone",
-    "Reader",
-]
 
 RETRIES = 3
 OnDone = Callable[[ReadError | None], None]

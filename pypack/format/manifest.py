@@ -18,20 +18,6 @@ from ..ggml_types import GGML_TYPES
 from .header import ENTRY_BYTES, HEADER_BYTES, VERSION
 from .layout import ALIGNMENT, GROUP_ORDER, ROLE_ORDER, Layer, Role, Weight, lay_out_pack
 
-__all__ = [
-    "Layer",
-    "Manifest",
-    "ModelFacts",
-    "PackFile",
-    "Role",
-    "Source",
-    "SourceShard",
-    "canonical_sha256",
-    "decode_manifest",
-    "encode_manifest",
-    "unreadable",
-]
-
 FORMAT = "llama-expert-pack"
 BUILDER = f"llama-expert-pack {__version__}"
 MAX_MANIFEST_BYTES = 64 << 20

@@ -17,15 +17,6 @@ from .header import ENTRY, HEADER_BYTES, Header, Index, decode_header, make_head
 from .layout import ALIGNMENT, Layer, payload_bytes
 from .manifest import MAX_MANIFEST_BYTES, Manifest, canonical_sha256, decode_manifest
 
-__all__ = [
-    "MANIFEST_SUFFIX",
-    "PACK_SUFFIX",
-    "Pack",
-    "check_pack",
-    "manifest_path",
-    "open_pack",
-]
-
 PACK_SUFFIX = ".expert-pack"
 MANIFEST_SUFFIX = ".manifest.json"
 

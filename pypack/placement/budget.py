@@ -17,8 +17,6 @@ from ..format.layout import Layer, payload_bytes
 from ..policy.pool import Pool
 from ..values.sizes import is_auto, parse_size, size_text
 
-__all__ = ["PoolPlan", "cache_budget", "cache_room", "plan_pools"]
-
 
 def cache_budget(
     requested: str | int | float, layers: Sequence[Layer], free_bytes: int, reserve_bytes: int, device: str = "CPU"

@@ -22,13 +22,11 @@ from ..stats.counters import Counter, Counters
 from .budget import PoolPlan
 from .slots import N_NEXT, NONE, PoolSlots, Tables
 
-__all__ = ["ExpertCache"]
-
 
 class ExpertCache(Tables):
     """Slots of any number of arenas under one numbering, for the experts of ``layers``.
 
-    Thread-safe: ``fetch`` and ``prepare`` come from the computing thread, ``rollback`` from reader threads.
+    Thread-safe: ``choose_slots`` and ``prepare`` come from the computing thread, ``rollback`` from reader threads.
     """
 
     def __init__(self, layers: Sequence[Layer], policy: Policy, counters: Counters) -> None:
@@ -88,7 +86,7 @@ class ExpertCache(Tables):
     def prepare(self, layer: int, fetched: Sequence[int]) -> None:
         """Choose ``next_slots`` of the layer's pool anew: ``fetched`` have got slots, by whomever."""
         with self._lock:
-            self._pools[self.layer_pool[layer]].publish(self._keys(layer, fetched), self._now())
+            self._pools[self.layer_pool[layer]].prepare(self._keys(layer, fetched), self._now())
 
     def rollback(self, slot: int) -> None:
         """The slot could not be filled: it is free, its expert is nowhere. Raises ValueError if it is not being loaded."""

@@ -16,8 +16,6 @@ from ..errors import BudgetError
 from ..policy.base import Keys, Policy
 from ..policy.pool import Pool
 
-__all__ = ["NONE", "N_NEXT", "PoolSlots", "Tables"]
-
 N_NEXT = 64  # EXPERT_NEXT_SLOTS: enough for the experts of a few tokens beside those in use
 NONE = -1
 
@@ -47,7 +45,7 @@ class PoolSlots:
         self._tables = tables
         self._owner = tables.owner[pool.first_slot : pool.first_slot + pool.n_slots]
         self._next_slots = next_slots
-        self.publish(np.empty(0, np.intp), 0)
+        self.prepare(np.empty(0, np.intp), 0)
 
     def take(self, keys: Keys, kept: Int32s, now: int) -> tuple[Slots, int]:
         """A slot for each of ``keys``, in order, none of the slots ``kept`` or still being read to: all of them or none.
@@ -55,7 +53,7 @@ class PoolSlots:
         Returns them and how many experts had to leave. Raises :class:`BudgetError` if the pool cannot hold the keys.
         """
         tables = self._tables
-        slots = self._published(len(keys), kept)
+        slots = self._prepared(len(keys), kept)
         if slots is None:
             slots = self._choose(keys, kept, now)
         gone = tables.owner[slots]
@@ -66,7 +64,7 @@ class PoolSlots:
         tables.reserved_slot[keys] = slots
         return slots, len(gone)
 
-    def publish(self, taken: Keys, now: int) -> None:
+    def prepare(self, taken: Keys, now: int) -> None:
         """Choose the next slots anew: the experts ``taken`` have got slots, by whomever."""
         policy, tables = self._policy, self._tables
         if not policy.is_ranking:
@@ -80,7 +78,7 @@ class PoolSlots:
             ranked = policy.victims(tables.owner.take(held), n - n_free, tables.freq, tables.last_use, now)
             self._next_slots[n_free:n] = held[ranked]
 
-    def _published(self, n: int, kept: Int32s) -> Slots | None:
+    def _prepared(self, n: int, kept: Int32s) -> Slots | None:
         """The first n of the next slots that can go: free ones, and those of experts that are there and not kept."""
         slot_of, owner, in_use = self._tables.slot_of, self._tables.owner, set(kept.tolist())
         chosen: list[int] = []

@@ -20,8 +20,6 @@ from .lru import Lru
 from .s3_fifo import S3Fifo
 from .tiny_lfu import TinyLfu
 
-__all__ = ["DEFAULT_POLICY", "POLICIES", "make_policy"]
-
 DEFAULT_POLICY: str = OPTIONS["expert_policy"].default
 
 POLICIES: dict[str, type[Policy]] = {

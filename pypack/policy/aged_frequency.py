@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from .base import Ints, Keys
-
-if TYPE_CHECKING:
-    from .pool import Pool
-
-__all__ = ["HALF_LIFE_TOKENS", "AgedFrequency", "half_life"]
+from .pool import Pool
 
 HALF_LIFE_TOKENS = 256  # fewer tell little about one expert
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .aged_frequency import AgedFrequency, half_life
 from .base import Ints, Keys, PoolPolicy, smallest
-
-if TYPE_CHECKING:
-    from .pool import Pool
-
-__all__ = ["AgedLfu"]
+from .pool import Pool
 
 
 class AgedLfu(PoolPolicy):

@@ -10,15 +10,12 @@ Every missing expert needs a slot for its computation. To *bypass* the cache is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from .pool import Pool
-
-__all__ = ["Ints", "Keys", "Policy", "PoolPolicy", "smallest"]
+from .pool import Pool
 
 Keys = NDArray[np.intp]
 Ints = NDArray[np.int64]

@@ -7,15 +7,9 @@ patience, and recency decides.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .aged_frequency import AgedFrequency
 from .base import Ints, Keys, PoolPolicy, smallest
-
-if TYPE_CHECKING:
-    from .pool import Pool
-
-__all__ = ["ByBudget"]
+from .pool import Pool
 
 
 class ByBudget(PoolPolicy):

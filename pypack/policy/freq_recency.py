@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .base import Ints, Keys, Policy, smallest
 
-__all__ = ["FreqThenRecency"]
-
 
 class FreqThenRecency(Policy):
     is_ranking = True

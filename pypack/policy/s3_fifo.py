@@ -7,16 +7,11 @@ it leaves if there is none. Remembered ones come into main.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .base import Ints, Keys, PoolPolicy
-
-if TYPE_CHECKING:
-    from .pool import Pool
-
-__all__ = ["S3Fifo"]
+from .pool import Pool
 
 
 class S3Fifo(PoolPolicy):

@@ -6,17 +6,11 @@ recently used expert of the rest: the one with the lower aged frequency leaves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from .aged_frequency import AgedFrequency, half_life
 from .base import Ints, Keys, PoolPolicy, smallest
-
-if TYPE_CHECKING:
-    from .pool import Pool
-
-__all__ = ["TinyLfu"]
+from .pool import Pool
 
 
 class TinyLfu(PoolPolicy):

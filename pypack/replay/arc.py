@@ -6,16 +6,10 @@ noticed when a victim is sought.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..policy.base import Ints, Keys, PoolPolicy, smallest
-
-if TYPE_CHECKING:
-    from ..policy.pool import Pool
-
-__all__ = ["Arc"]
+from ..policy.pool import Pool
 
 
 class Arc(PoolPolicy):

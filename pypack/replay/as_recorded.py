@@ -17,8 +17,6 @@ from ..trace.trace import Trace
 from .cache import Counts, ReplayCache
 from .policies import REPLAY_POLICIES
 
-__all__ = ["check_live", "replay_as_recorded"]
-
 
 def check_live(trace: Trace) -> str:
     """Whether the replay of the run as it was gives its counters; one line."""

@@ -17,8 +17,6 @@ from ..policy.base import Ints, Keys, Policy, smallest
 from ..policy.pool import Pool
 from .cache import ReplayCache
 
-__all__ = ["Belady", "BeladyBypass", "BypassCache", "future_of"]
-
 
 class Belady(Policy):
     """``next_use[key]``: number of the next acquire that will ask for it; the replay keeps it right."""

@@ -14,8 +14,6 @@ from ..policy.base import Keys, Policy
 from ..policy.pool import Pool
 from ..trace.trace import Trace
 
-__all__ = ["Counts", "ReplayCache"]
-
 
 @dataclass
 class Counts:
@@ -73,7 +71,7 @@ class ReplayCache(Tables):
         """Give each of missing a slot, not one of ``kept``."""
         pool = self.pool_of_layer[layer]
         self.counts.evictions += pool.take(missing, kept, now)[1]
-        pool.publish(missing, now)
+        pool.prepare(missing, now)
 
     def fetch_in_passes(self, layer: int, missing: Keys, hits: Keys, now: int) -> None:
         """As many as fit beside those that are there, then the rest in full passes."""

@@ -11,8 +11,6 @@ from ..system.plotting import pyplot
 from .policies import BOUNDS, BYPASS
 from .rows import Row
 
-__all__ = ["draw_hit_rates"]
-
 SHOWN = (DEFAULT_POLICY, "freq-age", "freq-recency", "lru", "s3-fifo", *BOUNDS)
 
 

@@ -14,8 +14,6 @@ from ..trace.trace import Trace
 from .belady import Belady, BeladyBypass, BypassCache, future_of
 from .cache import Counts, ReplayCache
 
-__all__ = ["Acquires", "replay"]
-
 _MAX_RUN = 1024  # acquires looked at together while nothing is missing
 
 

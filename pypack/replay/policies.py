@@ -9,8 +9,6 @@ from .belady import Belady, BeladyBypass
 from .slru import Slru
 from .static_hot import StaticHot
 
-__all__ = ["BOUNDS", "BYPASS", "REPLAY_POLICIES", "WITH_BOUNDS"]
-
 REPLAY_POLICIES: dict[str, type[Policy]] = {**POLICIES, "arc": Arc, "slru": Slru, "static-hot": StaticHot}
 
 BYPASS = "belady-bypass"  # what the others are compared with

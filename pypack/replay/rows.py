@@ -14,8 +14,6 @@ from .engine import Acquires, replay
 from .policies import WITH_BOUNDS
 from .processes import map_in_processes
 
-__all__ = ["Row", "replay_all"]
-
 Row = dict[str, Any]
 
 

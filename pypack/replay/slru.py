@@ -5,16 +5,10 @@ The least recently used of probation leaves, then of protected. What is too much
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..policy.base import Ints, Keys, PoolPolicy, smallest
-
-if TYPE_CHECKING:
-    from ..policy.pool import Pool
-
-__all__ = ["Slru"]
+from ..policy.pool import Pool
 
 
 class Slru(PoolPolicy):

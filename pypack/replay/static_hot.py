@@ -5,17 +5,11 @@ Before that the smallest frequency leaves; then the least recently used of those
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ..policy.base import Ints, Keys, PoolPolicy, smallest
-
-if TYPE_CHECKING:
-    from ..policy.pool import Pool
-
-__all__ = ["StaticHot"]
+from ..policy.pool import Pool
 
 
 class StaticHot(PoolPolicy):

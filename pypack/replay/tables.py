@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from .policies import BOUNDS, BYPASS
 from .rows import Row
 
-__all__ = ["ranking", "table"]
-
 
 def table(rows: Iterable[Row]) -> str:
     """A policy a line, a budget a column, the best policy of each budget in bold."""

@@ -17,8 +17,6 @@ from .discover import find_layers
 from .fingerprint import source_difference, source_fingerprint
 from .samples import expert_difference
 
-__all__ = ["check_source", "difference_to_model", "find_pack", "pack_path_for"]
-
 
 def pack_path_for(model_path: str | os.PathLike[str]) -> Path:
     """Where the pack of a model lies unless said otherwise: beside it, with its name. Raises UsageError for a folder."""

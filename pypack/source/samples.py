@@ -14,8 +14,6 @@ from ..format.layout import Layer
 from ..gguf.model import GGUFModel
 from ..system.regular_file import open_regular
 
-__all__ = ["SAMPLE_BYTES", "expert_difference", "hole_in_experts", "read_ranges"]
-
 SAMPLE_BYTES = 4096
 _EXPERTS = 4  # of each tensor: the first, the last, two between
 

@@ -13,8 +13,6 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Counter", "Counters", "ExpertStats"]
-
 
 class Counter(IntEnum):
     """Indices into :attr:`Counters.array`: the names and order of ``enum expert_counter``."""

@@ -26,8 +26,6 @@ from ..system.regular_file import check_regular
 from ..values.checks import check_seconds
 from .counters import ExpertStats
 
-__all__ = ["StatsWriter"]
-
 _log = logging.getLogger(__name__)
 _KEYS = {"acquires", "hits", "misses", "evictions"}
 _NOBODY_READS = (errno.ENXIO, errno.EPIPE, errno.EAGAIN)

@@ -14,8 +14,6 @@ from pathlib import Path
 from ..errors import UsageError
 from .regular_file import check_mode, open_regular
 
-__all__ = ["Guard"]
-
 
 class Guard:
     """Knows the model's files. Its methods raise OSError, or UsageError for what must not be written to."""

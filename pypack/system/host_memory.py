@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-__all__ = ["host_memory_free"]
-
 
 def host_memory_free(proc: Path = Path("/proc")) -> int:
     """Bytes that can be allocated without swapping: MemAvailable, or less if a control group says so.

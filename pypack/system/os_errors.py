@@ -9,8 +9,6 @@ from pathlib import Path
 
 from ..errors import ReadError
 
-__all__ = ["os_errors"]
-
 
 @contextmanager
 def os_errors(path: Path) -> Generator[None, None, None]:

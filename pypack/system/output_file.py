@@ -13,8 +13,6 @@ from pathlib import Path
 from ..errors import UsageError
 from .regular_file import open_regular
 
-__all__ = ["check_writable", "lock", "open_output", "own_stream", "refuse_same_file", "what_to_give", "write_output"]
-
 READ_ONLY = "it is read-only"
 _HEAD_BYTES = 1 << 16  # of a file, to tell what it is
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from ..errors import UsageError
 
-__all__ = ["pyplot"]
-
 
 def pyplot(backend: str, what: str) -> Any:
     """``matplotlib.pyplot``. Raises :class:`UsageError` if it is not installed: then ``what`` can't be drawn."""

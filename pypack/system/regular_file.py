@@ -7,8 +7,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["check_mode", "check_regular", "open_regular"]
-
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",

@@ -12,8 +12,6 @@ from .format import Kind
 if TYPE_CHECKING:
     from .trace import Trace
 
-__all__ = ["check_trace"]
-
 _CHUNK_IDS = 1 << 20  # looked at together
 _MAX_PAIRS = 1 << 24  # of pools and experts: replays have tables with an entry for each
 

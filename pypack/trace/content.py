@@ -10,8 +10,6 @@ from ..errors import TraceError
 from ..system.host_memory import host_memory_free
 from ..system.regular_file import open_regular
 
-__all__ = ["read_content"]
-
 MEMORY_FACTOR = 24  # bytes that checking and replaying take at most for a byte of the trace
 _XZ_BYTES, _XZ_RATIO = 64 << 20, 32  # runs compress 14-fold, or a bit more: what goes beyond is meant to fill memory
 _PIECE_BYTES = 1 << 20

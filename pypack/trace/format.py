@@ -12,17 +12,6 @@ from typing import NamedTuple
 from ..errors import TraceError
 from ..format.layout import Layer
 
-__all__ = [
-    "END_BYTES",
-    "MAGIC",
-    "RECORD_BYTES",
-    "Head",
-    "Kind",
-    "TraceEnd",
-    "decode_header",
-    "encode_header",
-]
-
 MAGIC = b"LXPTRACE"
 VERSION = 1
 RECORD_BYTES = 16  # of a record without its ids

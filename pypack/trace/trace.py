@@ -17,8 +17,6 @@ from .check import check_trace
 from .content import read_content
 from .format import END_BYTES, RECORD_BYTES, Head, Kind, TraceEnd, decode_end, decode_header
 
-__all__ = ["Trace", "read_trace"]
-
 _HEAD_WORDS = RECORD_BYTES // 2
 Int32s = NDArray[np.int32]
 

@@ -10,17 +10,6 @@ from typing import Any
 
 from ..errors import UsageError
 
-__all__ = [
-    "as_number",
-    "as_seconds",
-    "check_choice",
-    "check_count",
-    "check_path",
-    "check_seconds",
-    "check_switch",
-    "shown",
-]
-
 _SHOWN_MAX = 60
 _DIGITS_MAX = 18  # what fits 63 bits for sure; int() itself refuses thousands
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from .options import OPTIONS, Option
 
-__all__ = ["flag_help", "flag_off", "flag_variable", "values_of_flags", "with_flags"]
-
 _LONGEST_FIRST = "|".join(sorted(OPTIONS, key=len, reverse=True))
 _KEYWORD = re.compile(rf"(?<![\w./-])({_LONGEST_FIRST})(=\w+)?(?![\w/-]|\.\w)")
 

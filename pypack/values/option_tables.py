@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 from .flags import flag_help, flag_off, flag_variable
 from .options import OPTIONS, ExpertOptions, Option
 
-__all__ = ["flag_table", "keyword_lines", "keyword_table", "with_keywords"]
-
 Init = TypeVar("Init", bound=Callable[..., Any])
 
 

@@ -15,17 +15,6 @@ from ..errors import UsageError
 from .checks import as_number, as_seconds, check_choice, check_count, check_path, check_seconds, check_switch
 from .sizes import check_size
 
-__all__ = [
-    "OPTIONS",
-    "READ_SPLITS_MAX",
-    "STAGE_SLOTS_MAX",
-    "VERIFY_MODES",
-    "ExpertOptions",
-    "Option",
-    "Verify",
-    "is_pack",
-]
-
 READ_SPLITS_MAX = 1024
 STAGE_SLOTS_MAX = 1024  # each may be a block of page-locked memory
 Verify = Literal["first", "off", "every"]

@@ -8,8 +8,6 @@ from typing import Any
 from ..errors import UsageError
 from .checks import shown
 
-__all__ = ["check_size", "is_auto", "parse_size", "size_text"]
-
 _UNITS = {
     "": 1, "b": 1,
     "k": 1 << 10, "kib": 1 << 10, "kb": 10**3,

@@ -8,17 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.identity import BATCHES, BUDGETS, Case, compare, small_models
+from lab.identity import ARCHITECTURES, BATCHES, BUDGETS, TYPES, Case, compare, small_models
 from lab.logits import Run, differences, minimum_budget, run_jobs
 from lab.variants import VARIANTS
 from llama_expert_pack.pypack.convert.convert import convert
 from llama_expert_pack.pypack.format.pack import open_pack
 
-TYPES = ["MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS", "NVFP4", "F16", "BF16"]
 NAMES = [f"type-{name}" for name in TYPES] + [
     "gate-up", "no-gate", "mixed-in-layer", "mixed-between-layers", "expert-biases", "many-experts",
 ]  # fmt: skip
-ARCHITECTURES = ["deepseek4", "kimi-k3", "gpt-oss", "qwen3moe", "glm4moe"]
 
 
 @pytest.fixture(scope="module")

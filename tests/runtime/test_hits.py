@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lab.logits import minimum_budget
+from llama_expert_pack.bridge.provider import Provider
 from llama_expert_pack.pypack.format.pack import open_pack
 from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import evaluate, loaded, provider_of, tokens_at, variant
@@ -31,8 +32,14 @@ def test_with_all_experts_resident_native_calls_nobody(
     with loaded(path, expert_cache=pack.payload_bytes) as llm:
         every_expert(llm)
         calls: list[object] = []
-        for callback in ("choose_slots", "read", "open_arena"):
-            monkeypatch.setattr(type(llm._provider), callback, lambda *args: calls.append(args))
+        cache = type(provider_of(llm).cache)
+        for owner, callback in (
+            (cache, "choose_slots"),
+            (cache, "prepare"),
+            (Provider, "read"),
+            (Provider, "open_arena"),
+        ):
+            monkeypatch.setattr(owner, callback, lambda *args: calls.append(args))
         before = llm.expert_stats()
         rewind(llm)
         evaluate(llm, [1] * N_STEPS)

@@ -19,10 +19,10 @@ import pytest
 from lab.logits import minimum_budget
 from lab.stock import ROOT, environment
 from llama_expert_pack import Llama
-from llama_expert_pack.bridge.provider import Provider
 from llama_expert_pack.pypack.drive.direct_io import pread_into
 from llama_expert_pack.pypack.errors import UsageError
 from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.placement.cache import ExpertCache
 from llama_expert_pack.pypack.source.match import find_pack
 from tests.books import wrong_books
 from tests.runtime.packed import (
@@ -125,7 +125,7 @@ def test_garbage_is_not_collected_inside_callbacks(tmp_path: Path, monkeypatch: 
         def __del__(self) -> None:
             freed_inside.append(inside)
 
-    prepare = Provider.prepare
+    prepare = ExpertCache.prepare
 
     def prepare_with_garbage(*arguments: Any) -> None:
         nonlocal inside
@@ -135,7 +135,7 @@ def test_garbage_is_not_collected_inside_callbacks(tmp_path: Path, monkeypatch: 
         prepare(*arguments)
         inside = not kept
 
-    monkeypatch.setattr(Provider, "prepare", prepare_with_garbage)
+    monkeypatch.setattr(ExpertCache, "prepare", prepare_with_garbage)
     path = variant("type-Q4_K", tmp_path)
     with loaded(path) as llm:
         evaluate(llm, BATCHES)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
+import numpy as np
 import pytest
 
 from lab.logits import minimum_budget
@@ -138,6 +139,7 @@ def test_a_budget_below_the_working_set_names_the_least(name: str, tmp_path: Pat
         ({"expert_cache": "9" * 5000}, UsageError, "expert_cache is '9999"),
         ({"expert_cache": 10**5000}, UsageError, "out of range"),
         ({"expert_cache": "120%"}, UsageError, "more than 100%"),
+        ({"expert_cache": np.array([1, 2])}, UsageError, "expert_cache must be a size"),  # says neither == nor !=
         ({"expert_cache": 1024}, BudgetError, "expert_cache comes to 1 KiB"),
         ({"expert_cache_reserve": -1}, UsageError, "expert_cache_reserve is -1"),
         ({"expert_cache_reserve": "900TiB"}, BudgetError, "expert_cache_reserve keeps 900 TiB of that"),

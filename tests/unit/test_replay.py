@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from dataclasses import replace
 from itertools import combinations
@@ -17,14 +15,12 @@ from hypothesis import strategies as st
 
 from bench.traces.tables import GROUPS
 from llama_expert_pack.pypack.command.cli import cli
-from llama_expert_pack.pypack.errors import ExpertPackError
 from llama_expert_pack.pypack.format.layout import Layer
 from llama_expert_pack.pypack.policy import aged_frequency
 from llama_expert_pack.pypack.policy.aged_frequency import half_life
 from llama_expert_pack.pypack.replay.as_recorded import check_live, replay_as_recorded
 from llama_expert_pack.pypack.replay.engine import Acquires, replay
 from llama_expert_pack.pypack.replay.policies import REPLAY_POLICIES, WITH_BOUNDS
-from llama_expert_pack.pypack.replay.processes import map_in_processes
 from llama_expert_pack.pypack.replay.rows import replay_all
 from llama_expert_pack.pypack.replay.static_hot import StaticHot
 from llama_expert_pack.pypack.replay.tables import ranking
@@ -33,7 +29,6 @@ from llama_expert_pack.pypack.trace.trace import Trace, read_trace
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "bench" / "data" / "traces"
-PARENT = os.getpid()
 
 
 def make_trace(sizes: list[tuple[int, int]], acquires: list[tuple[int, list[int]]], top_k: int = 2) -> Trace:
@@ -197,7 +192,7 @@ def test_what_the_replay_writes_and_prints(tmp_path: Path) -> None:
     [
         (["no.trace"], "error: no.trace: "),
         ([STORED / "k3.trace.xz", "--policy", "fifo"], "error: there is no cache policy 'fifo': choose one of aged-lfu, arc,"),
-        ([STORED / "k3.trace.xz", "--budgets", "much"], "error: the size must be a size, such as"),
+        ([STORED / "k3.trace.xz", "--budgets", "much"], "error: the budget must be a size, such as"),
         ([STORED / "k3.trace.xz", "--out", "/dev/null/x"], "error: /dev/null/x: "),
     ],
     ids=lambda value: str(value[-1]) if isinstance(value, list) else "",
@@ -214,10 +209,18 @@ def test_the_charts_say_what_they_need(tmp_path: Path, monkeypatch: pytest.Monke
     assert done.stderr == "error: matplotlib draws the charts and is not installed: pip install matplotlib\n"
 
 
-def test_processes_count_the_same_and_one_that_dies_is_noticed() -> None:
-    assert map_in_processes(lambda n: (n, os.getpid() == PARENT), range(3), 2) == [(n, False) for n in range(3)]
-    with pytest.raises(ExpertPackError, match="a process of the replay was killed: free memory"):
-        map_in_processes(lambda _: os.kill(os.getpid(), signal.SIGKILL), range(3), 2)
+def test_what_is_named_alike_is_told_apart_and_given_twice_counts_once(tmp_path: Path) -> None:
+    """A router's models write run.large.trace and run.small.trace; folders may hold the same name."""
+    traces = [tmp_path / name for name in ("run.large.trace.xz", "run.small.trace.xz", "a/run.small.trace.xz")]
+    (tmp_path / "a").mkdir()
+    for trace in traces:
+        trace.write_bytes((STORED / "k3.trace.xz").read_bytes())
+    done = run_replay(*traces, "--policy", "lru", "--policy", "lru", "--budgets", "25%,25%", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    names = ["run.large", "run.small (2)", "run.small (3)"]
+    assert [line[4:] for line in done.output.splitlines() if line.startswith("### ")] == [*names, "All"]
+    assert {path.name for path in (tmp_path / "out").glob("*.svg")} == {f"{name}.svg" for name in names}
+    assert "| cache | 25% |" in done.output and "| belady-bypass | 1.000 | 1.000 |" in done.output
 
 
 def test_a_trace_without_acquires(tmp_path: Path) -> None:

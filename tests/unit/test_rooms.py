@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,9 @@ def test_there_is_no_circle_and_every_room_is_drawn() -> None:
         assert all(order.index(other) < order.index(room) for other in known.split()), room
     assert {path.parent.name for path in files("pypack")} == {*KNOWS, "pypack"}
     assert {path.stem for path in (ROOT / "pypack").glob("*.py")} == {*FLOOR, "__init__"}
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    drawn = {room: known.replace(",", "") for room, known in re.findall(r"^\| `(\w+)` \| .* \| (.*)\|$", page, re.M)}
+    assert {room: known.strip() for room, known in drawn.items() if room in KNOWS} == {**KNOWS, "command": "all"}
 
 
 def test_the_floor_knows_nobody_above() -> None:
@@ -125,3 +129,20 @@ def test_no_file_is_long_and_functions_fit_a_screen() -> None:
     found = [path for top in (*MAY_IMPORT, "native", "llama_expert_pack") for path in files(top)]
     assert [path for path in found if len(path.read_text().splitlines()) > FILE_LINES_MAX] == []
     assert [name for path in found for name in long_functions(path)] == []
+
+
+def test_native_rooms_include_only_what_their_table_says() -> None:
+    source = ROOT / "native" / "src"
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]*)\|$", (source / "README.md").read_text(), re.MULTILINE)
+    may_include = {room: {room, *re.findall(r"\w+", known)} for room, known in rows}
+    assert set(may_include) == {path.name for path in source.iterdir() if path.is_dir()}
+    room_of_header = {path.name: path.parent.name for path in source.rglob("*.h")}
+    wrong = [
+        f"{path.relative_to(source)} includes {header}"
+        for path in source.glob("*/*")
+        for header in re.findall(r'#include "(\w+\.h)"', path.read_text())
+        if header in room_of_header and room_of_header[header] not in may_include[path.parent.name]
+    ]
+    assert wrong == []
+    order = list(may_include)
+    assert all(order.index(other) <= order.index(room) for room, known in may_include.items() for other in known)

@@ -134,7 +134,7 @@ def test_patches_and_pin_follow_lines_that_moved(clone: Clone, tmp_path: Path) -
     assert "git checkout native/patches pyproject.toml" in run.stdout
     assert clone.project.read_text() == f'    "llama-cpp-python==1.1",\n\n[tool.llama-source]\nsha256 = "{sha256}"\n'
     first = clone.patch("0001-first.patch").read_text()
-    assert first.startswith("Why this patch is there.\n\n--- a/a.c\n+++ b/a.c\n@@ ")
+    assert first.startswith("Why this patch is there.\n\ndiff --git a/a.c b/a.c\n--- a/a.c\n+++ b/a.c\n@@ ")
     assert changes(first) == changes(FIRST)
     assert "@@ -6,3 +6,4 @@" in first and "@@ -18,2 +19,3 @@" in first
     built = clone.run("llama_source.py", "--dest", str(tmp_path / "tree"), "--patches", str(clone.patch("")))

@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 from lab.synth.model import write_model
-from lab.variants import TWO_GROUPS
+from lab.variants import SHAPES
 from llama_expert_pack.pypack.convert.convert import convert
 from llama_expert_pack.pypack.convert.verify import verify
 from llama_expert_pack.pypack.format.pack import open_pack
@@ -27,7 +27,7 @@ from tests.pack_tools import manifest_of
 BEFORE = Path(__file__).parent / "golden" / "0.1.0"
 # two kinds of experts in each layer, another type in the second one; a block is one page
 SHAPE = replace(
-    TWO_GROUPS,
+    SHAPES["two-groups"],
     n_layer=2,
     n_embd=32,
     n_head=1,

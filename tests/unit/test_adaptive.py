@@ -1,4 +1,4 @@
-"""The adaptive policy: what it ranks first where recency tells, where frequency does, and within a token."""
+"""The adaptive policy: what leaves first where recency tells, where frequency does, within a token and after a prompt."""
 
 from __future__ import annotations
 
@@ -8,33 +8,41 @@ import numpy as np
 import pytest
 
 from llama_expert_pack.pypack.policy.adaptive import Adaptive
+from llama_expert_pack.pypack.policy.base import Policy
 from llama_expert_pack.pypack.policy.pool import Pool
 
-N_KEYS = 128
+N_EXPERTS = 128  # of a layer
 
 Acquire = Sequence[int]
 
 
-def order_after(acquires: Sequence[Acquire], layers: tuple[int, ...] = (0,)) -> list[int]:
-    """All keys that were used, the first to go first. One use a token in each layer; asked at each acquire."""
-    policy = Adaptive().for_pool(Pool(4096, layers, N_KEYS, 0, 4, 0, len(layers)), N_KEYS)
-    freq, last_use = np.zeros(N_KEYS, np.int64), np.zeros(N_KEYS, np.int64)
-    ranked: list[int] = []
+def order_after(
+    acquires: Sequence[Acquire], n_layers: int = 1, n_others: int = 0, top_k: int = 1, n_asked: int | None = None
+) -> list[int]:
+    """All keys of the pool that were used, the first to go first. ``n_others``: layers of other pools, keys after its own.
+
+    It is asked at each acquire for ``n_asked`` of them, for all if None.
+    """
+    n_keys = N_EXPERTS * n_layers
+    pool = Pool(4096, tuple(range(n_layers)), n_keys, 0, 4, 0, n_layers * top_k)
+    n_all = n_keys + N_EXPERTS * n_others
+    policy: Policy = Adaptive().for_pool(pool, n_all)
+    freq, last_use = np.zeros(n_all, np.int64), np.zeros(n_all, np.int64)
+    used = np.zeros(0, np.intp)
     for now, keys in enumerate(acquires, 1):
         freq[list(keys)] += 1
         last_use[list(keys)] = now
-        used = np.flatnonzero(freq)
-        policy.coming(np.array(keys, np.intp), freq, last_use, now)
-        ranked = used[policy.victims(used, len(used), freq, last_use, now)].tolist()
-    return ranked
+        used = np.flatnonzero(freq[:n_keys])
+        policy.victims(used, len(used) if n_asked is None else min(n_asked, len(used)), freq, last_use, now)
+    return used[policy.victims(used, len(used), freq, last_use, len(acquires))].tolist()
 
 
-FAVOURITES_AND_STRANGERS = [[key] for i in range(20) for key in (0, 20 + i)]
+FAVOURITE_AND_STRANGERS = [[key] for i in range(20) for key in (0, 20 + i)]
 IN_RUNS = [[key] for key in range(20, 40) for _ in range(4)]
 
 
-def test_where_favourites_come_back_a_stranger_leaves_first() -> None:
-    order = order_after([*FAVOURITES_AND_STRANGERS, [0], [1], [2]])
+def test_where_a_favourite_comes_back_a_stranger_leaves_first() -> None:
+    order = order_after([*FAVOURITE_AND_STRANGERS, [0], [1], [2]])
     assert order[-1] == 0
     assert order.index(20) < order.index(39)  # of strangers, the one that was used longer ago
 
@@ -45,26 +53,40 @@ def test_where_experts_come_in_runs_the_favourite_of_before_leaves() -> None:
 
 
 def test_it_changes_its_mind() -> None:
-    in_runs_at_last = order_after([*FAVOURITES_AND_STRANGERS, *[[key] for key in range(40, 60) for _ in range(4)]])
+    in_runs_at_last = order_after([*FAVOURITE_AND_STRANGERS, *[[key] for key in range(40, 60) for _ in range(4)]])
     assert in_runs_at_last.index(0) < in_runs_at_last.index(59)
-    favourites_at_last = order_after([*IN_RUNS, *([key] for i in range(60) for key in (0, 40 + i))])
-    assert favourites_at_last[-1] == 0
+    favourite_at_last = order_after([*IN_RUNS, *([key] for i in range(60) for key in (0, 40 + i))])
+    assert favourite_at_last[-1] == 0
 
 
-@pytest.mark.parametrize("layers", [(0, 1), (0,)], ids=["one pool", "a pool of the first layer"])
-def test_who_was_passed_over_leaves_before_whose_turn_is_to_come(layers: tuple[int, ...]) -> None:
-    """Keys 0 and 1 are of the first layer, 32 of the second; acquires of other pools' layers count, too."""
-    tokens = [[key] for _ in range(10) for key in (0, 32)]
-    order = order_after([*tokens, [1]], layers)
-    assert order.index(0) < order.index(32)
+@pytest.mark.parametrize("n_layers, n_others", [(2, 0), (1, 1)], ids=["one pool", "a pool of the first layer"])
+def test_a_turn_is_a_token_of_all_layers_away(n_layers: int, n_others: int) -> None:
+    """The experts of the token before are expected again until their layer's turn has passed."""
+    token = [[0], [N_EXPERTS]]
+    others = [[key] for i in range(1, 6) for key in (i, N_EXPERTS + i)]
+    before_turn = order_after([*others, *token * 6], n_layers, n_others)
+    passed_over = order_after([*others, *token * 6, [1]], n_layers, n_others)
+    assert before_turn[-1] == (N_EXPERTS if n_layers == 2 else 0)
+    assert passed_over[-2:] == ([1, N_EXPERTS] if n_layers == 2 else [0, 1])
 
 
 def test_a_prompt_in_one_batch_changes_no_mind() -> None:
-    batch = list(range(0, 60))
-    for habit, kept in ((FAVOURITES_AND_STRANGERS, 0), (IN_RUNS, 39)):
+    batch = list(range(60))
+    for habit, kept in ((FAVOURITE_AND_STRANGERS, 0), (IN_RUNS, 39)):
         assert order_after([*habit, batch])[-1] == kept
-        assert order_after([*habit, batch, [60]]).index(kept) > order_after([*habit, batch, [60]]).index(30)
+        assert order_after([*habit, batch, [60]]).index(kept) > 55
 
 
-def test_it_is_a_function_of_the_acquires() -> None:
-    assert order_after(FAVOURITES_AND_STRANGERS) == order_after(FAVOURITES_AND_STRANGERS)
+def test_a_batch_of_many_tokens_counts_no_more_than_one_token() -> None:
+    few = [[0, 1], [0, 2], [0, 3], [0, 4]]
+    batches = [list(range(5, 105))] * 2
+    assert order_after([*few, *batches, [105, 106]], top_k=2).index(0) == 104  # all but those of the last token
+
+
+def test_what_it_learns_does_not_depend_on_what_it_is_asked() -> None:
+    acquires = [*FAVOURITE_AND_STRANGERS, *IN_RUNS, list(range(60)), [1], [0]]
+    assert order_after(acquires, n_asked=1) == order_after(acquires, n_asked=0) == order_after(acquires)
+
+
+def test_nothing_but_new_experts() -> None:
+    assert order_after([[key] for key in range(100)]) == list(range(100))

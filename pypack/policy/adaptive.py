@@ -45,8 +45,10 @@ class Adaptive(PoolPolicy):
         if now - self._counted >= self._n_layers:
             self._count(freq, now)
         used = last_use.take(candidates)
-        in_last = used > now - self._n_layers  # used at its layer's last turn
-        again = self._again * self._share_of_token(np.count_nonzero(in_last))
+        # Used at its layer's last turn. The layer whose turn is next counts as after it: something will be missing there,
+        # and who is used there stays in any case.
+        in_last = used > now + 1 - self._n_layers
+        again = self._again * self._share_of_token(int(np.count_nonzero(in_last)))
         return smallest(n, self._habit.take(candidates) + again * in_last, used)
 
     def _count(self, freq: Ints, now: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 
 from llama_expert_pack.pypack.policy.adaptive import Adaptive
 from llama_expert_pack.pypack.policy.base import Policy
@@ -34,7 +33,8 @@ def order_after(
         last_use[list(keys)] = now
         used = np.flatnonzero(freq[:n_keys])
         policy.victims(used, len(used) if n_asked is None else min(n_asked, len(used)), freq, last_use, now)
-    return used[policy.victims(used, len(used), freq, last_use, len(acquires))].tolist()
+    order: list[int] = used[policy.victims(used, len(used), freq, last_use, len(acquires))].tolist()
+    return order
 
 
 FAVOURITE_AND_STRANGERS = [[key] for i in range(20) for key in (0, 20 + i)]
@@ -52,22 +52,36 @@ def test_where_experts_come_in_runs_the_favourite_of_before_leaves() -> None:
     assert order.index(0) < order.index(38) < order.index(39)
 
 
-def test_it_changes_its_mind() -> None:
-    in_runs_at_last = order_after([*FAVOURITE_AND_STRANGERS, *[[key] for key in range(40, 60) for _ in range(4)]])
-    assert in_runs_at_last.index(0) < in_runs_at_last.index(59)
-    favourite_at_last = order_after([*IN_RUNS, *([key] for i in range(60) for key in (0, 40 + i))])
-    assert favourite_at_last[-1] == 0
+def in_three_layers(keys: Sequence[int]) -> list[Acquire]:
+    return [[layer * N_EXPERTS + key] for key in keys for layer in range(3)]
 
 
-@pytest.mark.parametrize("n_layers, n_others", [(2, 0), (1, 1)], ids=["one pool", "a pool of the first layer"])
-def test_a_turn_is_a_token_of_all_layers_away(n_layers: int, n_others: int) -> None:
-    """The experts of the token before are expected again until their layer's turn has passed."""
-    token = [[0], [N_EXPERTS]]
-    others = [[key] for i in range(1, 6) for key in (i, N_EXPERTS + i)]
-    before_turn = order_after([*others, *token * 6], n_layers, n_others)
-    passed_over = order_after([*others, *token * 6, [1]], n_layers, n_others)
-    assert before_turn[-1] == (N_EXPERTS if n_layers == 2 else 0)
-    assert passed_over[-2:] == ([1, N_EXPERTS] if n_layers == 2 else [0, 1])
+RUNS_IN_THREE_LAYERS = in_three_layers([key for key in range(20, 40) for _ in range(4)])
+FAVOURITE_IN_THREE_LAYERS = in_three_layers([key for i in range(20) for key in (0, 20 + i, 40 + i, 60 + i)])
+
+
+def favourite_stays_longer(acquires: Sequence[Acquire]) -> bool:
+    """Than one that is used now for the first time."""
+    order = order_after([*acquires, [100]], n_layers=3)
+    return order.index(0) > order.index(100)
+
+
+def test_it_learns_and_changes_its_mind() -> None:
+    assert favourite_stays_longer(FAVOURITE_IN_THREE_LAYERS)
+    assert not favourite_stays_longer([*FAVOURITE_IN_THREE_LAYERS, *RUNS_IN_THREE_LAYERS])
+    assert favourite_stays_longer([*RUNS_IN_THREE_LAYERS, *FAVOURITE_IN_THREE_LAYERS])
+
+
+def test_who_was_passed_over_leaves_before_whose_turn_is_to_come() -> None:
+    """The first layer's turn has come, the second's is next: what is missing there decides that its expert is not used."""
+    order = order_after([*RUNS_IN_THREE_LAYERS, [1]], n_layers=3)
+    assert order[-4:] == [39, N_EXPERTS + 39, 1, 2 * N_EXPERTS + 39]
+
+
+def test_layers_of_other_pools_have_turns_too() -> None:
+    next_token = [[1], [N_EXPERTS + 1], [2 * N_EXPERTS + 1]]
+    order = order_after([*RUNS_IN_THREE_LAYERS, *next_token], n_layers=2, n_others=1)
+    assert order[-4:] == [1, 39, N_EXPERTS + 39, N_EXPERTS + 1]
 
 
 def test_a_prompt_in_one_batch_changes_no_mind() -> None:
@@ -78,9 +92,10 @@ def test_a_prompt_in_one_batch_changes_no_mind() -> None:
 
 
 def test_a_batch_of_many_tokens_counts_no_more_than_one_token() -> None:
-    few = [[0, 1], [0, 2], [0, 3], [0, 4]]
+    once = [[0, 1], [0, 2], [0, 3], [0, 4]]
     batches = [list(range(5, 105))] * 2
-    assert order_after([*few, *batches, [105, 106]], top_k=2).index(0) == 104  # all but those of the last token
+    order = order_after([*once, *batches, [105, 106], [0, 107]], top_k=2)
+    assert order.index(1) > order.index(104)
 
 
 def test_what_it_learns_does_not_depend_on_what_it_is_asked() -> None:

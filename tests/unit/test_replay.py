@@ -190,7 +190,7 @@ def test_what_the_replay_writes_and_prints(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["no.trace"], "error: no.trace: "),
-        ([STORED / "k3.trace.xz", "--policy", "fifo"], "error: there is no cache policy 'fifo': choose one of aged-lfu, arc,"),
+        ([STORED / "k3.trace.xz", "--policy", "fifo"], "error: there is no cache policy 'fifo': choose one of adaptive, aged-lfu,"),
         ([STORED / "k3.trace.xz", "--budgets", "much"], "error: the budget must be a size, such as"),
         ([STORED / "k3.trace.xz", "--out", "/dev/null/x"], "error: /dev/null/x: "),
     ],

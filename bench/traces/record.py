@@ -1,6 +1,6 @@
 """Records the traces in bench/data/traces, which docs/POLICY.md compares the policies on.
 
-    python -m bench.traces.record FOLDER                               # all of them
+    python -m bench.traces.record FOLDER                               # all of them but the published ones
     python -m bench.traces.record FOLDER --model MODEL.gguf            # a model of yours, with the same texts
 
 `sample` is the trained model in bench/data: what it was asked and what it answered, sampled; `held-out` the same with

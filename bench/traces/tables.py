@@ -17,7 +17,14 @@ from llama_expert_pack.pypack.errors import ExpertPackError
 from llama_expert_pack.pypack.trace.trace import read_trace
 
 STORED = Path(__file__).parents[1] / "data" / "traces"
-GROUPS = {"sample": "trained", "qwen3moe": "random weights", "dsv4": "random weights", "k3": "random weights"}
+GROUPS = {
+    "sample": "trained",
+    "gpt-oss-120b": "published",
+    "gemma-4-26b": "published",
+    "qwen3moe": "random weights",
+    "dsv4": "random weights",
+    "k3": "random weights",
+}
 
 
 def all_traces() -> Iterator[Recorded]:

@@ -42,6 +42,7 @@ class ExpertCache(Tables):
         self._policy = policy
         self._counters = counters
         self._pools: list[PoolSlots] = []
+        self._rolled_back: dict[int, int] = {}  # key -> the slot that it had
         self._lock = threading.Lock()
 
     @property
@@ -93,9 +94,25 @@ class ExpertCache(Tables):
             return taken
 
     def prepare(self, layer: int, fetched: Sequence[int]) -> None:
-        """Choose ``next_slots`` of the layer's pool anew: ``fetched`` have got slots, by whomever."""
+        """Choose ``next_slots`` of the layer's pool anew: ``fetched`` have got slots, by whomever.
+
+        The choice is as if none of their reads had failed yet: a replay doesn't know which did so before it.
+        """
         with self._lock:
-            self._pools[self.layer_pool[layer]].prepare(self._keys(layer, fetched), self._now())
+            keys = self._keys(layer, fetched)
+            failed = self._failed_already(keys)
+            slots = list(failed.values())
+            self.owner[slots] = list(failed)
+            try:
+                self._pools[self.layer_pool[layer]].prepare(keys, self._now())
+            finally:
+                self.owner[slots] = NONE
+
+    def _failed_already(self, keys: NDArray[np.intp]) -> dict[int, int]:
+        """Of keys that got slots, those whose read has failed, and the slot that each had."""
+        lost = [key for key in keys.tolist() if self.reserved_slot[key] == NONE]
+        slots = {key: self._rolled_back.get(key, NONE) for key in lost}
+        return {key: slot for key, slot in slots.items() if slot != NONE and self.owner[slot] == NONE}
 
     def withdraw(self, slots: Sequence[int]) -> None:
         """These slots, which are free, can't be used: they are no part of their pools any more."""
@@ -112,6 +129,7 @@ class ExpertCache(Tables):
             if key == NONE or self.slot_of[key] == slot:
                 raise ValueError(f"slot {slot} is not being loaded")
             self.reserved_slot[key] = NONE
+            self._rolled_back[int(key)] = slot
             self.owner[slot] = NONE  # the last one: native may take it now
 
     def _now(self) -> int:

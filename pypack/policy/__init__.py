@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from ..errors import UsageError
 from ..values.checks import shown
 from ..values.options import OPTIONS
+from .adaptive import Adaptive
 from .aged_lfu import AgedLfu
 from .base import Policy
 from .by_budget import ByBudget
@@ -22,6 +23,7 @@ from .tiny_lfu import TinyLfu
 DEFAULT_POLICY: str = OPTIONS["expert_policy"].default
 
 POLICIES: dict[str, type[Policy]] = {
+    "adaptive": Adaptive,
     "aged-lfu": AgedLfu,
     "by-budget": ByBudget,
     "freq-age": FreqAge,

@@ -1,4 +1,4 @@
-"""by-budget, the default: the smallest aged frequency / (age + patience) leaves. Of equals the least recently used.
+"""by-budget: the smallest aged frequency / (age + patience) leaves. Of equals the least recently used.
 
 Where the pool holds less than a token uses, an expert would by recency be gone each time before it is used again: a
 long patience lets frequency decide, and rare experts are the first to go. The more tokens it holds, the shorter the

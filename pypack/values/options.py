@@ -100,7 +100,7 @@ class ExpertOptions:
         "check an expert's checksum at its first read, at every read, or not at all (default: {default})",
         'check an expert\'s checksum at its `"first"` read and some later ones, at `"every"` read, or `"off"`. If the pack\'s '
         "file is changed while it is open, every read is checked in any case"))
-    expert_policy: str = field(default="by-budget", metadata=_row(
+    expert_policy: str = field(default="adaptive", metadata=_row(
         _POLICY, "NAME", "policy that chooses which experts leave the cache; a wrong name lists them",
         "which experts leave the cache; docs/POLICY.md lists and compares the policies"))
     expert_trace: str | os.PathLike[str] | None = field(default=None, metadata=_row(

@@ -73,7 +73,7 @@ def test_steps_and_rows(tmp_path: Path) -> None:
     with loaded(path, expert_cache="1GiB", expert_trace=tmp_path / "x.trace") as llm:
         evaluate(llm, [7, 1, 2])
     trace = read_trace(tmp_path / "x.trace").only_acquires()
-    assert trace.top_k == 2 and trace.policy == "by-budget"
+    assert trace.top_k == 2 and trace.policy == "adaptive"
     assert trace.step.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert trace.number.tolist() == [14] * 4 + [2] * 4 + [4] * 4
     assert trace.layer.tolist() == [0, 1, 2, 3] * 3

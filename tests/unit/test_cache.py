@@ -253,6 +253,27 @@ def test_the_next_slots_are_free_ones_then_the_policys_victims_in_its_order() ->
     assert wrong_books(cache) == []
 
 
+def test_the_next_slots_do_not_depend_on_whether_a_read_has_failed_yet() -> None:
+    """Reads fail in other threads, before the next slots are chosen or after: a replay doesn't know which."""
+    chosen = []
+    for is_early in (True, False):
+        cache, counters, layer = small_cache(n_slots=4)
+        for expert in (0, 1, 2, 3):
+            (slot,) = cache.choose_slots(0, acquire(cache, counters, layer, [expert]), [expert])
+            publish(cache, slot)
+            cache.prepare(0, [expert])
+        slots = cache.choose_slots(0, acquire(cache, counters, layer, [4, 5]), [4, 5])
+        publish(cache, slots[1])
+        if is_early:
+            cache.rollback(slots[0])
+        cache.prepare(0, [4, 5])
+        if not is_early:
+            cache.rollback(slots[0])
+        assert cache.owner[slots[0]] == -1 and wrong_books(cache) == []
+        chosen.append(cache.next_slots[0].tolist())
+    assert chosen[0] == chosen[1]
+
+
 def test_a_policy_that_does_not_rank_is_always_asked() -> None:
     layers = make_layers([(8, 4096)])
     cache = ExpertCache(layers, make_policy("s3-fifo"), Counters())

@@ -66,6 +66,6 @@ def test_names() -> None:
 
 @pytest.mark.parametrize("name", ["arc", "slru", "static-hot"])
 def test_what_was_never_the_best_is_for_replays_only(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"'{name}': choose one of aged-lfu, by-budget, freq-age"):
+    with pytest.raises(UsageError, match=rf"'{name}': choose one of adaptive, aged-lfu, by-budget"):
         make_policy(name)
     assert type(make_policy(name, REPLAY_POLICIES)) is REPLAY_POLICIES[name]

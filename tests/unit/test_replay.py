@@ -28,6 +28,7 @@ from llama_expert_pack.pypack.trace.trace import Trace, read_trace
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "bench" / "data" / "traces"
+WITHOUT_COUNTERS = {"gpt-oss-120b.trace.xz", "gemma-4-26b.trace.xz"}  # others recorded those runs
 
 
 def make_trace(sizes: list[tuple[int, int]], acquires: list[tuple[int, list[int]]], top_k: int = 2) -> Trace:
@@ -110,7 +111,8 @@ def test_a_read_may_fail_before_its_fetch_is_recorded() -> None:
 
 @pytest.mark.parametrize("path", sorted(STORED.iterdir()), ids=lambda path: path.name)
 def test_stored_traces_give_the_counters_of_their_runs(path: Path) -> None:
-    assert "gives the run's counters" in check_live(read_trace(path))
+    counters = "no live counters" if path.name in WITHOUT_COUNTERS else "gives the run's counters"
+    assert counters in check_live(read_trace(path))
 
 
 def test_aging_counts_in_tokens() -> None:
@@ -188,7 +190,7 @@ def test_what_the_replay_writes_and_prints(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["no.trace"], "error: no.trace: "),
-        ([STORED / "k3.trace.xz", "--policy", "fifo"], "error: there is no cache policy 'fifo': choose one of aged-lfu, arc,"),
+        ([STORED / "k3.trace.xz", "--policy", "fifo"], "error: there is no cache policy 'fifo': choose one of adaptive, aged-lfu,"),
         ([STORED / "k3.trace.xz", "--budgets", "much"], "error: the budget must be a size, such as"),
         ([STORED / "k3.trace.xz", "--out", "/dev/null/x"], "error: /dev/null/x: "),
     ],

@@ -126,7 +126,8 @@ class PoolPlan:
     def spares(self, pool: Pool) -> NDArray[np.uint64]:
         """[pool.n_spare] where its spare blocks start in the arena, bytes."""
         first = pool.offset + pool.n_device * pool.block_bytes
-        return np.arange(pool.n_spare, dtype=np.uint64) * np.uint64(pool.block_bytes) + np.uint64(first)
+        spares: NDArray[np.uint64] = (np.arange(pool.n_spare) * pool.block_bytes + first).astype(np.uint64)
+        return spares
 
 
 def plan_pools(

@@ -30,7 +30,8 @@ class ReplayTiers(Tiers):
 
     def in_host(self, keys: Keys) -> NDArray[np.bool_]:
         """Which of these, which are all there, lie in host memory."""
-        return self.in_place.take(self._tables.reserved_slot.take(keys)) != 0
+        found: NDArray[np.bool_] = self.in_place.take(self._tables.reserved_slot.take(keys)) != 0
+        return found
 
     def begin_graph(self, now: int) -> None:
         """``now``: number of the last acquire."""

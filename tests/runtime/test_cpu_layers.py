@@ -19,8 +19,10 @@ BATCHES = [20, 1, 2, 1]
 @pytest.mark.parametrize("n_cpu_moe", [0, 1, 2, 99])
 def test_the_answers_are_the_same(n_cpu_moe: int, tmp_path: Path) -> None:
     path = variant("type-Q4_K", tmp_path)
-    with loaded(path, expert_pack=None, n_cpu_moe=n_cpu_moe) as stock:
-        expected = evaluate(stock, BATCHES)
+    with loaded(path) as llm:
+        expected = evaluate(llm, BATCHES)
+    with loaded(path, expert_pack=None) as plain, loaded(path, expert_pack=None, n_cpu_moe=n_cpu_moe) as stock:
+        assert (evaluate(stock, BATCHES) == evaluate(plain, BATCHES)).all()
     with loaded(path, n_cpu_moe=n_cpu_moe) as llm:
         assert (evaluate(llm, BATCHES) == expected).all()
         copy = pickle.loads(pickle.dumps(llm))

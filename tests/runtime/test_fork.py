@@ -325,8 +325,11 @@ def test_a_child_has_none_of_the_slots_bytes(tmp_path: Path) -> None:
     """Shared pages that a direct read is writing to would be copied at the next access, and the read lost on one side."""
     run(
         """
-slots = [slot for slot in llm._provider._slots if any(slot)]
-assert slots
+provider = llm._provider
+held = [(layer.index, int(slot)) for layer in provider._pack.layers
+        for slot in provider.cache.slot_of[layer.first_key:][:layer.n_expert] if slot >= 0]
+slots = [provider.host_memory(layer, slot) for layer, slot in held]
+assert slots and all(any(slot) for slot in slots)
 
 def look():
     assert not any(any(slot) for slot in slots)

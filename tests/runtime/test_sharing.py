@@ -209,6 +209,7 @@ DIFFERENT: dict[str, Any] = {
     "expert_stage_slots": 3,
     "expert_verify": "every",
     "expert_policy": "lru",
+    "expert_ram": "10MiB",
     "expert_trace": "other.trace",
     "expert_stats_path": "other.json",
     "expert_stats_interval": 3.0,

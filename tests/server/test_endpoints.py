@@ -17,7 +17,7 @@ def test_metrics_are_valid_and_count(packed: Server) -> None:
     packed.text("hello")
     families = {family.name: family for family in text_string_to_metric_families(packed.get("/metrics"))}
     ours = {name: family for name, family in families.items() if name.startswith("llamacpp:expert_")}
-    assert len(ours) == 15 and "llamacpp:prompt_tokens" in families
+    assert len(ours) == 18 and "llamacpp:prompt_tokens" in families
     assert all(family.documentation and family.type in ("counter", "gauge") for family in ours.values())
     found = packed.metrics()
     n_used = found["llamacpp:expert_hits_total"] + found["llamacpp:expert_misses_total"]

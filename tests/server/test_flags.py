@@ -61,11 +61,11 @@ def test_variables_set_what_flags_set(tmp_path: Path, model: Path) -> None:
 
 @pytest.mark.parametrize("flags", [["--cpu-moe"], ["--n-cpu-moe", "2"], ["-ot", "exps=CPU"]], ids=" ".join)
 def test_experts_on_the_cpu(flags: list[str], tmp_path: Path, model: Path) -> None:
-    with serving(tmp_path, model, *flags, "--expert-pack", "auto", "--expert-ram", "1MiB") as server:
+    with serving(tmp_path, model, *flags, "--expert-pack", "auto", "--expert-ram", "1MiB", "--metrics") as server:
         assert 0 < server.get("/props")["expert_pack"]["cache_bytes"]["CPU"] <= 1 << 20
         packed = server.text("hello")
         assert server.counter("misses_total") > 0
-    with serving(tmp_path, model, *flags, "--expert-pack", "none") as server:
+    with serving(tmp_path, model, *flags, "--expert-pack", "none", "--no-repack") as server:
         assert server.text("hello") == packed
 
 

@@ -6,6 +6,7 @@ import atexit
 import inspect
 import logging
 import os
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
@@ -125,6 +126,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
                 self._watch_decode(self._provider)
                 with interrupts.held_back(), garbage.held_back():
                     shared.loaded(has_weights=not llama_kwargs.get("vocab_only", False))
+                if self.verbose and self._provider.arena_bytes:
+                    print(self._provider.summary(), file=sys.stderr)
                 _open.add(self)
         except BaseException:
             self.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..pypack.drive.reader import Reader
@@ -62,6 +62,7 @@ class Provider:
         self._errors: dict[int, ExpertPackError] = {}  # by thread: why its callback failed
         self.arena_bytes: dict[str, int] = {}  # by device
         self.host_bytes: dict[str, int] = {}  # that it reads in place
+        self._plans: list[PoolPlan] = []
         self.counters = SharedCounters()
         self.cache = ExpertCache(pack.layers, make_policy(options.expert_policy), self.counters)
         self._check_budget()
@@ -119,6 +120,14 @@ class Provider:
         """The counters now."""
         return self.counters.snapshot()
 
+    def summary(self) -> str:
+        """Where the experts have room, in one line, once the arenas are open."""
+        pack, options = self._pack, self._options
+        whole = f"{pack.n_keys} experts of {len(pack.layers)} layers, {_gib(pack.payload_bytes)}"
+        places = ", ".join(text for plan in self._plans for text in _places(plan, pack.n_keys))
+        how = "O_DIRECT" if options.expert_direct_io else "the page cache"
+        return f"expert pack {pack.path}: {whole}; room for {places}; policy {options.expert_policy}; read with {how}"
+
     def take_error(self) -> str:
         """Why a computation on this thread has failed since this was last asked, one sentence; "" if none has."""
         error, why = self._errors.pop(threading.get_ident(), None), text_of(lib.expert_take_failure())
@@ -152,6 +161,7 @@ class Provider:
         self._add_arena(plan)
         self._add_host_slots(plan)
         self.cache.add_arena(plan)
+        self._plans.append(plan)
         self.arena_bytes[device] = plan.arena_bytes
         self.host_bytes[device] = plan.host_bytes
 
@@ -283,3 +293,15 @@ class Provider:
         return lib.expert_store_create(
             os.fsencode(model_path), describe_layers(layers, self._on_cpu), len(layers), tables, callbacks
         )
+
+
+def _places(plan: PoolPlan, n_experts: int) -> Iterator[str]:
+    n_host = sum(pool.n_host for pool in plan.pools)
+    n_device = plan.n_slots - n_host
+    yield f"{n_device} ({100 * n_device // n_experts} %) in {_gib(plan.arena_bytes)} on {plan.device}"
+    if n_host:
+        yield f"{n_host} ({100 * n_host // n_experts} %) in {_gib(plan.host_bytes)} of host memory beside it"
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"

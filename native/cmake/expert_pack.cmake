@@ -35,10 +35,11 @@ expert_pack_sources(ggml-base claim expert_buffer.cpp)
 expert_pack_sources(llama claim llama_expert.cpp)
 patched_sources(ggml-cpu ggml/src/ggml-cpu/ggml-cpu.c ggml/src/ggml-cpu/ggml-cpu.cpp)
 patched_sources(llama src/llama-model-loader.cpp src/llama-adapter.cpp)
-expert_pack_sources(llama-common server expert_args.cpp expert_params.cpp expert_session.cpp)
+expert_pack_sources(llama-common server expert_args.cpp expert_params.cpp expert_request.cpp expert_session.cpp)
 patched_sources(llama-common common/arg.cpp common/common.cpp)
 patched_sources(server-context
-    tools/server/server-context.cpp tools/server/server-queue.cpp tools/server/server-task.cpp)
+    tools/server/server-common.cpp tools/server/server-context.cpp tools/server/server-queue.cpp
+    tools/server/server-task.cpp)
 expert_pack_sources(llama-server-impl server expert_main.cpp expert_signals.cpp)
 patched_sources(llama-server-impl tools/server/server.cpp tools/server/server-models.cpp)
 if (EXPERT_PACK_CUDA)

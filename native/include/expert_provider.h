@@ -44,6 +44,7 @@ enum expert_counter {
     EXPERT_FALLBACKS,      // reads that did not use direct I/O                (written by both)
     EXPERT_FAILURES,       // decodes that failed because an expert could not be brought in
     EXPERT_HOST_HITS,      // of the hits, those in host memory that a device reads in place
+    EXPERT_HOST_BYTES,     // of their blocks
     EXPERT_MOVES_UP,       // experts that went from there to the device, in the background
     EXPERT_MOVES_DOWN,     // experts that went from the device to there
     EXPERT_COUNTERS

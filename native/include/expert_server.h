@@ -47,7 +47,7 @@ typedef struct expert_request {
 
 // Strings and arrays belong to the launcher and stay valid until close_pack().
 typedef struct expert_opened {
-    const char *    message;     // one sentence: why a callback returned 0, else a warning or NULL
+    const char *    message;     // why a callback returned 0; else a warning or NULL, from open_arenas() where experts have room
     void *          store;       // expert_store *; NULL: no pack is used
     const int64_t * counters;    // [EXPERT_COUNTERS]
     const char *    info;        // JSON object for /props, set by open_arenas(), as is what follows

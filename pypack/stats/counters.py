@@ -31,8 +31,9 @@ class Counter(IntEnum):
     FALLBACKS = 11
     FAILURES = 12
     HOST_HITS = 13
-    MOVES_UP = 14
-    MOVES_DOWN = 15
+    HOST_BYTES = 14
+    MOVES_UP = 15
+    MOVES_DOWN = 16
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class ExpertStats:
     fallbacks: int  # reads without direct I/O
     failures: int  # decodes that failed
     host_hits: int  # of the hits, those that a GPU read in host memory
+    host_bytes: int  # of their blocks
     moves_up: int  # experts that went from there to a GPU, in the background
     moves_down: int  # experts that went from a GPU to there
 

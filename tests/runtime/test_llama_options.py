@@ -365,3 +365,11 @@ def test_a_folder_in_place_of_a_pack_or_a_model(tmp_path: Path) -> None:
     for model, pack in ((path, "."), (path, "/"), (".", True)):
         with pytest.raises(ExpertPackError, match=r"is a folder|Is a directory"):
             load(Path(model), expert_pack=pack)
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_a_start_says_where_experts_have_room(verbose: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = variant("type-Q4_K", tmp_path)
+    with loaded(path, verbose=verbose, expert_cache=minimum_budget(open_pack(find_pack(path)))):
+        said = capfd.readouterr().err
+    assert (f"expert pack {find_pack(path)}: " in said and " on CPU; policy " in said) == verbose

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import Breaking
@@ -17,7 +19,7 @@ def test_metrics_are_valid_and_count(packed: Server) -> None:
     packed.text("hello")
     families = {family.name: family for family in text_string_to_metric_families(packed.get("/metrics"))}
     ours = {name: family for name, family in families.items() if name.startswith("llamacpp:expert_")}
-    assert len(ours) == 18 and "llamacpp:prompt_tokens" in families
+    assert len(ours) == 19 and "llamacpp:prompt_tokens" in families
     assert all(family.documentation and family.type in ("counter", "gauge") for family in ours.values())
     found = packed.metrics()
     n_used = found["llamacpp:expert_hits_total"] + found["llamacpp:expert_misses_total"]
@@ -27,6 +29,29 @@ def test_metrics_are_valid_and_count(packed: Server) -> None:
     packed.text("hello again", 8)
     assert packed.counter("lookups_total") >= before + 4 * 8
     assert packed.counter("cache_bytes") == packed.get("/props")["expert_pack"]["cache_bytes"]["CPU"]
+
+
+def test_the_log_says_where_experts_have_room(packed: Server) -> None:
+    pack = packed.get("/props")["expert_pack"]
+    said = re.search(
+        r"expert pack (\S+): 64 experts of 4 layers, .* MiB; room for (\d+) \((\d+) %\) in .* MiB on CPU; policy",
+        packed.log,
+    )
+    assert said is not None and said[1] == pack["path"] and said[2] == str(pack["cache_slots"]) and said[3] == "25"
+
+
+def test_a_requests_timings_tell_of_its_experts(packed: Server) -> None:
+    before = packed.metrics()
+    status, answer = packed.complete("x " * 100, 8, cache_prompt=False)
+    assert status == 200
+    after, timings = packed.metrics(), answer["timings"]
+    counted = {name.removeprefix("llamacpp:expert_"): value - before[name] for name, value in after.items()}
+    wanted = counted["hits_total"] + counted["misses_total"]
+    assert timings["expert_hit_rate"] == pytest.approx(counted["hits_total"] / wanted)
+    assert timings["expert_read_bytes"] == counted["read_bytes_total"] > 0
+    assert timings["expert_host_hit_rate"] == timings["expert_host_bytes"] == 0
+    assert timings["expert_wait_ms"] == pytest.approx(1000 * counted["wait_seconds_total"])
+    assert re.search(r"experts = +\d+\.\d % hits \(0\.0 % in host memory\), \d+\.\d MB read from the drive", packed.log)
 
 
 def test_a_quarter_reads_and_evicts(packed: Server) -> None:

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -39,9 +40,13 @@ public:
     std::string why_load_failed() const { return load_failure; }
     std::string info();
     std::string metrics();
+    // Remembers the counters for counted_since(). Of so many requests, the last ones.
+    void                                                request_started(int64_t t_us);
+    std::optional<std::array<int64_t, EXPERT_COUNTERS>> counted_since(int64_t t_us);
 
 private:
     int64_t n_resident() const;
+    int64_t counted(int index) const { return counted_before[index] + (session_open ? opened.counters[index] : 0); }
 
     std::atomic<bool>          loading{false};
     std::optional<std::string> override_patterns; // later, the list also holds what memory fitting added
@@ -54,4 +59,5 @@ private:
     std::string                          info_text; // kept while asleep, as the cache's gauges are
     int64_t                              n_resident_last = 0;
     std::array<int64_t, EXPERT_COUNTERS> counted_before{}; // by sessions that are closed
+    std::map<int64_t, std::array<int64_t, EXPERT_COUNTERS>> at_start; // of requests, by their time
 };

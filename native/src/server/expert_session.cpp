@@ -77,6 +77,7 @@ bool expert_server_state::open_arenas() {
     if (!launcher->open_arenas(&result)) {
         return load_failed(result.message ? result.message : "the expert cache could not be opened");
     }
+    LOG_INF("%s\n", result.message);
     std::lock_guard<std::mutex> lock(mutex);
     opened    = result;
     info_text = result.info;
@@ -164,6 +165,7 @@ static const struct {
     {EXPERT_ACQUIRES, "lookups_total", "Expert layers looked up, one per layer and batch", 1},
     {EXPERT_HITS, "hits_total", "Unique experts of a lookup that were in the cache", 1},
     {EXPERT_HOST_HITS, "host_hits_total", "Of the hits, those that a device read in host memory", 1},
+    {EXPERT_HOST_BYTES, "host_bytes_total", "Bytes of the blocks of these", 1},
     {EXPERT_MOVES_UP, "moves_up_total", "Experts that went from host memory to a device in the background", 1},
     {EXPERT_MOVES_DOWN, "moves_down_total", "Experts that went from a device to host memory in the background", 1},
     {EXPERT_MISSES, "misses_total", "Unique experts of a lookup that were not in the cache", 1},
@@ -190,13 +192,40 @@ std::string expert_server_state::metrics() {
         text << "# HELP " << full << " " << help << "\n# TYPE " << full << " " << type << "\n" << full << " " << value << "\n";
     };
     for (const auto & item : reported) {
-        const int64_t now = session_open ? opened.counters[item.index] : 0;
-        add("counter", item.name, item.help, (double) (counted_before[item.index] + now) * item.scale);
+        add("counter", item.name, item.help, (double) counted(item.index) * item.scale);
     }
     add("gauge", "cache_slots", "Experts that fit in the cache", opened.n_slots);
     add("gauge", "cache_resident", "Experts in the cache", (double) n_resident());
     add("gauge", "cache_bytes", "Size of the expert cache on all devices", (double) opened.cache_bytes);
     return text.str();
+}
+
+static const size_t REQUESTS_MAX = 1024; // more than run at a time
+
+void expert_server_state::request_started(int64_t t_us) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (info_text.empty()) {
+        return;
+    }
+    for (int i = 0; i < EXPERT_COUNTERS; i++) {
+        at_start[t_us][i] = counted(i);
+    }
+    while (at_start.size() > REQUESTS_MAX) {
+        at_start.erase(at_start.begin());
+    }
+}
+
+std::optional<std::array<int64_t, EXPERT_COUNTERS>> expert_server_state::counted_since(int64_t t_us) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto                  found = at_start.find(t_us);
+    if (found == at_start.end()) {
+        return std::nullopt;
+    }
+    std::array<int64_t, EXPERT_COUNTERS> since{};
+    for (int i = 0; i < EXPERT_COUNTERS; i++) {
+        since[i] = counted(i) - found->second[i];
+    }
+    return since;
 }
 
 // ---- what the patches call

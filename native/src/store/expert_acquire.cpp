@@ -35,6 +35,7 @@ static void count_acquire(expert_books * books, int32_t index, const std::vector
     tables.counters[EXPERT_ACQUIRES]++;
     tables.counters[EXPERT_HITS] += n_hits;
     tables.counters[EXPERT_HOST_HITS] += n_host;
+    tables.counters[EXPERT_HOST_BYTES] += n_host * (int64_t) books->layers[index].block_bytes;
     tables.counters[EXPERT_MISSES] += (int64_t) active.size() - n_hits;
 }
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from lab.stock import ROOT, environment
 from llama_expert_pack.pypack.format.pack import Pack
+from llama_expert_pack.pypack.placement.budget import working_set_bytes
 
 BATCHES = [64, 7, 1, 13, 2, *[1] * 32]
 
@@ -21,10 +22,7 @@ BATCHES = [64, 7, 1, 13, 2, *[1] * 32]
 def minimum_budget(pack: Pack, top_k: int | None = None) -> int:
     """Bytes of the smallest cache: one working set in every pool."""
     top_k = top_k or pack.manifest.model.expert_used_count or 1
-    least: dict[int, int] = {}
-    for layer in pack.layers:
-        least[layer.block_bytes] = max(least.get(layer.block_bytes, 0), min(top_k, layer.n_expert))
-    return sum(block_bytes * n for block_bytes, n in least.items())
+    return working_set_bytes(pack.layers, top_k)
 
 
 @dataclass

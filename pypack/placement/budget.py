@@ -19,6 +19,10 @@ from ..values.sizes import is_auto, parse_size, size_text
 from .tiers import N_SPARE
 
 
+SPARE_SHARE = 80  # a pool has a spare block for so many slots, N_SPARE at most: they hold nothing that need not be read
+POOL_OF_ONE_SPARE = 16  # slots, of a pool that is smaller than that
+
+
 def cache_budget(
     requested: str | int | float, layers: Sequence[Layer], free_bytes: int, reserve_bytes: int, device: str = "CPU"
 ) -> int:
@@ -178,7 +182,7 @@ def _host_share(
 ) -> tuple[list[int], list[int]]:
     """Slots of each pool in host memory, and how many of its ``n_slots`` become spare blocks for that: few beside them."""
     columns = list(zip(n_experts, n_slots, n_least, strict=True))
-    n_spare = [min(N_SPARE, (n - least) // 32) if n < n_expert else 0 for n_expert, n, least in columns]
+    n_spare = [_n_spare(n - least) if n < n_expert else 0 for n_expert, n, least in columns]
     n_left = [n_expert - n + spare for (n_expert, n, _), spare in zip(columns, n_spare, strict=True)]
     n_host = _share(host_bytes, sizes, [0] * len(sizes), n_left)
     # where it would hold no more than the spare blocks take away, all stays as it is
@@ -186,6 +190,10 @@ def _host_share(
     return [more * yes for more, yes in zip(n_host, pays, strict=True)], [
         spare * yes for spare, yes in zip(n_spare, pays, strict=True)
     ]
+
+
+def _n_spare(n_slots: int) -> int:
+    return min(N_SPARE, max(n_slots // SPARE_SHARE, int(n_slots >= POOL_OF_ONE_SPARE)))
 
 
 def _share(usable: int, sizes: list[int], n_least: list[int], n_experts: list[int]) -> list[int]:

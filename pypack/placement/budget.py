@@ -18,7 +18,6 @@ from ..policy.pool import Pool
 from ..values.sizes import is_auto, parse_size, size_text
 from .tiers import N_SPARE
 
-
 SPARE_SHARE = 80  # a pool has a spare block for so many slots, N_SPARE at most: they hold nothing that need not be read
 POOL_OF_ONE_SPARE = 16  # slots, of a pool that is smaller than that
 

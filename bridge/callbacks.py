@@ -97,7 +97,7 @@ def expert_pack_withdraw(user: Any, slots: Any, n_slots: int) -> int:
 def expert_pack_plan(user: Any) -> None:
     provider: Provider = ffi.from_handle(user)
     try:
-        with garbage.held_back():  # a model that is collected here would wait for this thread
+        with garbage.held_back(may_collect=False):  # a model that is collected here would wait for this thread
             provider.cache.tiers.plan()
     except Exception:  # all stays where it is
         _log.exception("what changes places between GPU and host memory could not be chosen")

@@ -20,6 +20,7 @@ from ..pypack.format.pack import Pack
 from ..pypack.placement.budget import PoolPlan, cache_budget, cpu_budget, host_budget, plan_pools
 from ..pypack.placement.cache import ExpertCache
 from ..pypack.policy import make_policy
+from ..pypack.printable import printable
 from ..pypack.stats.counters import ExpertStats
 from ..pypack.system.host_memory import host_memory_free
 from ..pypack.system.os_errors import os_errors
@@ -126,7 +127,7 @@ class Provider:
         whole = f"{pack.n_keys} experts of {len(pack.layers)} layers, {_gib(pack.payload_bytes)}"
         places = ", ".join(text for plan in self._plans for text in _places(plan, pack.n_keys))
         how = "O_DIRECT" if options.expert_direct_io else "the page cache"
-        return f"expert pack {pack.path}: {whole}; room for {places}; policy {options.expert_policy}; read with {how}"
+        return f"expert pack {printable(pack.path)}: {whole}; room for {places}; policy {options.expert_policy}; read with {how}"
 
     def take_error(self) -> str:
         """Why a computation on this thread has failed since this was last asked, one sentence; "" if none has."""

@@ -199,7 +199,7 @@ def expert_launcher_open_arenas(opened: Any) -> int:
         opened.cache_bytes = sum(_session.provider.arena_bytes.values())
         opened.n_slots = _session.provider.cache.n_slots
         opened.info = _keep("info", _session.info())
-        opened.message = _keep("message", printable(_session.provider.summary()))
+        opened.message = _keep("message", _session.provider.summary())
     except Exception as error:
         opened.message = _sentence(error)
         return 0

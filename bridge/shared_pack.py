@@ -42,6 +42,7 @@ class SharedPack:
         self._options = ExpertOptions()
         self._given: dict[str, Any] = {}  # what the options meant when they were given
         self._on_cpu: frozenset[int] = frozenset()  # layers
+        self._top_k = 0  # of the first model
         self._trace: TraceFile | None = None
         self._stats_writer: StatsWriter | None = None
 
@@ -51,9 +52,15 @@ class SharedPack:
         """With the turn. Raises :class:`ExpertPackError`."""
         if self.provider is not None:
             self._refuse_differences(pack, model_path, options, on_cpu)
+            if top_k > self._top_k:
+                raise UsageError(
+                    f"{model_path} is open already, with {self._top_k} experts a token, and can't be opened with {top_k} beside it, "
+                    "for which its cache may be too small: open this one first, or close the other one"
+                )
             self.provider.begin_load()
             return
         self._pack, self._options, self._given, self._on_cpu = pack, options, options.meanings(), on_cpu
+        self._top_k = top_k
         self._trace = TraceFile(options.expert_trace) if options.expert_trace is not None else None
         self.provider = Provider(pack, model_path, options, top_k=top_k, on_cpu=on_cpu, trace=self._trace)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import click
 
+from ..errors import UsageError
 from ..policy import make_policy
 from ..printable import printable
 from ..replay.as_recorded import check_live
@@ -64,6 +65,10 @@ def compare_policies(
     rows: list[Row] = []
     for name, group, trace in traces:
         found = replay_all(trace, name, group, names, sizes, len(os.sched_getaffinity(0)), ram=ram)
+        if not found:
+            raise UsageError(
+                f"{trace.path}: none of the budgets {budgets} holds a token's experts of a layer: give larger ones"
+            )
         click.echo(f"\n### {printable(name)}\n\n{_facts(trace)}; {check_live(trace)}.\n\n{table(found)}")
         rows += found
         if out is not None and found:

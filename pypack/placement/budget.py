@@ -68,8 +68,9 @@ def cpu_budget(
     Raises UsageError.
     """
     if is_auto(ram) or parse_size(ram, 1 << 60, "expert_ram") > 0:
-        whole = free_bytes if is_auto(ram) else parse_size(ram, max(0, free_bytes - reserve_bytes), "expert_ram")
-        return max(ram_bytes, min(whole, working_set_bytes(layers, top_k))), "expert_ram"
+        usable, least = max(0, free_bytes - reserve_bytes), working_set_bytes(layers, top_k)
+        whole = free_bytes if is_auto(ram) else parse_size(ram, usable, "expert_ram")
+        return (max(ram_bytes, min(whole, least)) if usable >= least else whole), "expert_ram"
     return cache_budget(cache, layers, free_bytes, reserve_bytes), "expert_cache"
 
 

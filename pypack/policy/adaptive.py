@@ -27,6 +27,8 @@ class Adaptive(PoolPolicy):
     is_ranking = True
     KEPT = (0.0, 3 / 4, 31 / 32, 255 / 256)  # of each average's past at a new token; the first is the last token alone
     CREDIT_KEPT = 31 / 32
+    CREDIT_LEAST = 1e-6  # uses: who was wrong for long may be right again
+    SUM_LEAST = 1e-100  # uses: what is less is none, or it would become too small to divide by and stay so for ever
 
     def _start(self, pool: Pool, n_keys: int) -> None:
         n = len(self.KEPT)
@@ -59,9 +61,10 @@ class Adaptive(PoolPolicy):
         expected = self._credit / np.maximum(self._tokens, 1) * self._sums[:, keys]
         whole = expected.sum(0)
         known = whole > 0  # not those of first uses
-        earned = (expected[:, known] * (rates[known] / whole[known])).sum(1, keepdims=True)
-        self._credit = self._credit * self.CREDIT_KEPT + earned
+        earned = (expected[:, known] / whole[known] * rates[known]).sum(1, keepdims=True)
+        self._credit = np.maximum(self._credit * self.CREDIT_KEPT + earned, self.CREDIT_LEAST)
         self._sums *= self._kept
+        self._sums *= self._sums >= self.SUM_LEAST
         self._sums[:, keys] += rates
         self._tokens = self._tokens * self._kept + 1
         weights = self._credit / self._credit.sum()

@@ -44,9 +44,9 @@ def replay_all(
             counts = replay(acquires, trace.pools(budget_bytes, host_bytes), make_policy(policy, WITH_BOUNDS))
         except BudgetError:
             return None
-        share = (budget_bytes + host_bytes) / trace.payload_bytes
+        share = min(1.0, (budget_bytes + host_bytes) / trace.payload_bytes)
         return {
-            "trace": name, "group": group, "policy": policy, "budget": budget, "ram": ram, "share": share,
+            "trace": name, "group": group, "policy": policy, "budget": budget, "host_bytes": host_bytes, "share": share,
             "holds_tokens": share * n_experts / n_per_token, "acquires": counts.acquires, "hits": counts.hits,
             "misses": counts.misses, "evictions": counts.evictions, "hit_rate": counts.hit_rate,
             "decode_hit_rate": counts.decode_hit_rate,

@@ -14,7 +14,7 @@ def table(rows: Iterable[Row]) -> str:
     rows = list(rows)
     budgets = list(dict.fromkeys(row["budget"] for row in rows))
     rate = {(row["policy"], row["budget"]): row["hit_rate"] for row in rows}
-    in_host = {(row["policy"], row["budget"]): row["host_hit_rate"] for row in rows if row.get("ram", "0") != "0"}
+    in_host = {(row["policy"], row["budget"]): row["host_hit_rate"] for row in rows if row.get("host_bytes")}
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     holds = {row["budget"]: row["holds_tokens"] for row in rows}
     real = [policy for policy in policies if policy not in BOUNDS]
@@ -31,7 +31,7 @@ def table(rows: Iterable[Row]) -> str:
                 if policy in real and rate[policy, b] == best[b]
                 else f"{rate[policy, b]:.3f}"
             )
-            + (f" ({in_host[policy, b]:.3f})" if in_host else "")
+            + (f" ({in_host[policy, b]:.3f})" if in_host and policy != BYPASS else "")  # whose slots have no places
             for b in budgets
         ]
         lines.append(f"| {policy} | " + " | ".join(cells) + " |")

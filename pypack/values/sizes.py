@@ -19,13 +19,14 @@ _SHOWN_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)\s*", re.ASCII | re.IGNORECASE)
 
 
-def parse_size(size: str | int | float, total_bytes: int, name: str = "the size") -> int:
+def parse_size(size: str | int | float, total_bytes: int, name: str = "the size", more: str = "") -> int:
     """Bytes meant by ``"20GiB"``, ``"1.5G"`` (= GiB), ``"20GB"`` (10^9), ``"60%"`` of the total, or a number.
 
-    A number, with or without quotes, is a whole number of bytes. Raises :class:`UsageError`, which says ``name``.
+    A number, with or without quotes, is a whole number of bytes. Raises :class:`UsageError`, which says ``name``, and ``more``
+    that would do.
     """
     wrong = UsageError(
-        f'{name} must be a size, such as "20GiB", "512MiB", "60%" or a whole number of bytes, not {shown(size)}'
+        f'{name} must be a size, such as "20GiB", "512MiB", "60%"{more} or a whole number of bytes, not {shown(size)}'
     )
     n_bytes: int | float
     if isinstance(size, str):
@@ -57,7 +58,7 @@ def is_auto(size: object) -> bool:
 def check_size(name: str, size: Any, or_auto: bool = False) -> Any:
     """The size as it was given; raises :class:`UsageError` like :func:`parse_size`."""
     if not (or_auto and is_auto(size)):
-        parse_size(size, 0, name)
+        parse_size(size, 0, name, ', "auto"' if or_auto else "")
     return size
 
 

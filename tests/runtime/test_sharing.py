@@ -280,6 +280,17 @@ def test_another_pack_is_refused(path: Path, tmp_path: Path) -> None:
         assert (evaluate(first, BATCHES) == expected).all()
 
 
+def test_a_cache_for_fewer_experts_a_token_is_not_shared_with_more(path: Path) -> None:
+    used = f"{open_pack(find_pack(path)).manifest.model.architecture}.expert_used_count"
+    with loaded(path, kv_overrides={used: 1}):
+        with pytest.raises(
+            UsageError, match=r"is open already, with 1 experts a token, and can't be opened with \d+ beside it"
+        ):
+            load(path)
+        with loaded(path, kv_overrides={used: 1}) as second:
+            evaluate(second, BATCHES)
+
+
 def test_a_copy_of_the_file_is_another_one(path: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     shutil.copy(path, other)

@@ -105,3 +105,22 @@ def test_what_it_learns_does_not_depend_on_what_it_is_asked() -> None:
 
 def test_nothing_but_new_experts() -> None:
     assert order_after([[key] for key in range(100)]) == list(range(100))
+
+
+def test_what_was_used_ages_ago_may_be_used_again() -> None:
+    """An average of it that only became ever smaller would be too small to divide by, or stay at the smallest number."""
+
+    class Forgetful(Adaptive):
+        KEPT = (0.0, 3 / 4, 3 / 4, 3 / 4)  # 3000 tokens are ages
+
+    policy = Forgetful().for_pool(Pool(4096, (0,), 8, 0, 4, 0, 1), 8)
+    freq, last_use = np.zeros(8, np.int64), np.zeros(8, np.int64)
+    with np.errstate(all="raise", under="ignore"):
+        for now in range(1, 6000):
+            key = 0 if now in (1, 2, 5900) else now % 3 + 1
+            freq[key] += 1
+            last_use[key] = now
+            ranked = policy.victims(np.arange(4), 4, freq, last_use, now)
+            assert len(ranked) == 4
+    assert np.isfinite(policy._credit).all() and (policy._credit >= Adaptive.CREDIT_LEAST).all()  # type: ignore[attr-defined]
+    assert policy._sums[1:, 1:4].all() and not policy._sums[:, 4:].any()  # type: ignore[attr-defined]

@@ -67,5 +67,11 @@ def test_the_table_shows_hits_in_host_memory(name: str, tmp_path: Path) -> None:
     found = CliRunner().invoke(cli, [*arguments, "--ram", "15%"])
     assert without.exit_code == found.exit_code == 0
     assert "(0." in found.output and "(0." not in without.output
+    none = CliRunner().invoke(cli, [*arguments, "--ram", "0%"])
+    assert none.exit_code == 0 and "(0." not in none.output, "as without"
+    huge = CliRunner().invoke(cli, [*arguments, "--ram", "100TiB"])
+    assert huge.exit_code == 0 and "| in tokens' experts | 8.0 |" in huge.output, "no more than there are"
+    small = CliRunner().invoke(cli, ["replay", str(STORED / name), "--budgets", "0%,1B"])
+    assert small.exit_code == 1 and "none of the budgets 0%,1B holds" in small.output
     wrong = CliRunner().invoke(cli, [*arguments, "--ram", "much"])
     assert wrong.exit_code == 1 and "--ram must be a size" in wrong.output

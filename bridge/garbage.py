@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # what is collected in the middle may close a model, which comes here
 _thread = threading.local()  # depth: blocks that this thread is in
 _n_inside = 0
 _was_enabled = False
@@ -54,7 +54,7 @@ def _collect_what_is_due() -> None:
 def _forget() -> None:
     """In a forked child: the threads inside are the parent's."""
     global _lock, _n_inside
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     if _n_inside > 0 and _was_enabled:
         gc.enable()
     _n_inside = 0

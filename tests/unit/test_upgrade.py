@@ -72,6 +72,7 @@ class Clone:
         }
         for script in ("llama_source.py", "upgrade.py"):
             shutil.copy(NATIVE / script, self.folder / "native")
+        shutil.copy(NATIVE.parent / ".gitignore", self.folder)
         pinned = self.publish("1.0", {"a.c": LINES})
         shutil.copy(self.index / "llama_cpp_python-1.0.tar.gz", self.cache)
         self.project.write_text(f'    "llama-cpp-python==1.0",\n\n[tool.llama-source]\nsha256 = "{pinned}"\n')

@@ -53,11 +53,11 @@ private:
     std::string                load_failure;      // of the last load, "": none of ours
     int64_t                    n_failures_known = 0;
 
-    std::mutex                           mutex; // guards what follows: HTTP threads read it
-    expert_opened                        opened       = {};
-    bool                                 session_open = false;
-    std::string                          info_text; // kept while asleep, as the cache's gauges are
-    int64_t                              n_resident_last = 0;
-    std::array<int64_t, EXPERT_COUNTERS> counted_before{}; // by sessions that are closed
-    std::map<int64_t, std::array<int64_t, EXPERT_COUNTERS>> at_start; // of requests, by their time
+    std::mutex                                              mutex; // guards what follows: HTTP threads read it
+    expert_opened                                           opened       = {};
+    bool                                                    session_open = false;
+    std::string                                             info_text; // kept while asleep, as the cache's gauges are
+    int64_t                                                 n_resident_last = 0;
+    std::array<int64_t, EXPERT_COUNTERS>                    counted_before{}; // by sessions that are closed
+    std::map<int64_t, std::array<int64_t, EXPERT_COUNTERS>> at_start;         // of requests, by their time
 };

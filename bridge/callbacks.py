@@ -79,7 +79,11 @@ def expert_pack_read(user: Any, layer: int, expert: int, slot: int) -> None:
 @ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
 def expert_pack_may_take(user: Any, n_bytes: int) -> int:
     provider: Provider = ffi.from_handle(user)
-    return int(provider.may_take(n_bytes))
+    try:
+        return int(provider.may_take(n_bytes))
+    except Exception:  # then none is taken
+        _log.exception("how much host memory is free could not be found out")
+        return 0
 
 
 @ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]

@@ -224,7 +224,7 @@ class Provider:
     def _add_host_slots(self, plan: PoolPlan) -> None:
         for index, pool in enumerate(plan.pools):
             first = self.cache.n_slots + pool.first_slot + pool.n_slots - pool.n_host
-            spares = plan.spares(pool)
+            spares, transits = plan.beside_slots(pool)
             if pool.n_host and not lib.expert_store_add_host_slots(
                 self._store,
                 plan.device.encode(),
@@ -234,6 +234,8 @@ class Provider:
                 pool.block_bytes,
                 ffi.from_buffer("uint64_t[]", spares),
                 len(spares),
+                ffi.from_buffer("uint64_t[]", transits),
+                len(transits),
             ):
                 raise BudgetError(last_error())
 

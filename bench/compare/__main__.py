@@ -61,6 +61,8 @@ class Comparison:
             cap=ram_cap_bytes(arguments["ram_cap"], beside_experts, experts),
             memory_free=host_memory_free(),
             vram=vram,
+            ram=parse_size(arguments["ram"], experts) if arguments["ram"] else 0,
+            n_layers=len(pack.layers),
         )
         self.cap_problem = ""
         if arguments["cap_if_possible"]:
@@ -86,7 +88,7 @@ class Comparison:
         """All sides, round by round, beside the drive. Raises UsageError."""
         a = self.arguments
         options = {"expert_read_splits": a["read_splits"], "expert_stage_slots": a["stage_slots"]}
-        sides, left_out = plan_sides(self.sizes, str(self.pack.path), options)
+        sides, left_out = plan_sides(self.sizes, str(self.pack.path), options, offload=a["offload"])
         if a["sides"]:
             wanted = a["sides"].split(",")
             if unknown := sorted(set(wanted) - {spec.name for spec in sides} - set(left_out)):
@@ -125,7 +127,9 @@ class Comparison:
             n_expert=self.pack.layers[0].n_expert,
             top_k=self.pack.manifest.model.expert_used_count,
             cache_bytes=s.cache,
+            host_bytes=s.ram,
             ram_cap_bytes=s.cap,
+            n_warm=a["warm"],
             n_threads=a["threads"],
             n_ubatch=a["ubatch"],
             token_skew=None if a["prompts"] else a["token_skew"],
@@ -155,8 +159,8 @@ class Comparison:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "found.json"
             job = {
-                "out": str(out), "model": str(self.model), "stock": spec.stock, "cpu_moe": spec.cpu_moe,
-                "direct_io": spec.direct_io, "gpu": spec.gpu, "options": spec.options, "n_threads": a["threads"],
+                "out": str(out), "model": str(self.model), "stock": spec.stock, "cpu_layers": spec.cpu_layers,
+                "gpu_layers": spec.gpu_layers, "n_warm": a["warm"], "direct_io": spec.direct_io, "gpu": spec.gpu, "options": spec.options, "n_threads": a["threads"],
                 "n_ubatch": a["ubatch"], "n_ctx": a["ctx"], "n_prompt": a["n_prompt"], "n_gen": a["n_gen"],
                 "n_repeats": a["repeats"], "token_skew": a["token_skew"], "prompts": self.prompts,
             }  # fmt: skip
@@ -167,7 +171,7 @@ class Comparison:
                 found: dict[str, Any] = {"error": error} if error else json.loads(out.read_text())
                 found |= {"cgroup_peak_bytes": cap.peak_bytes(), "page_cache_end_bytes": cap.page_cache_bytes()}
         found["vram_peak_bytes"] = gpu.vram_peak_bytes()
-        for sample in found.get("samples", []):
+        for sample in [*found.get("samples", []), *([found["cold"]] if "cold" in found else [])]:
             for phase in (sample["prefill"], sample["decode"]):
                 phase["joules"] = gpu.joules(*phase.pop("window"))
         self.write("run", side=spec.name, round=round_, **found)
@@ -251,6 +255,9 @@ def say(text: str) -> None:
 @click.option("--ram-cap", help='Limit on memory and page cache: "8GiB"; or "15%" of the experts beside all else.')
 @click.option("--cap-if-possible", is_flag=True, help="Where memory cannot be capped, say so and go on without.")
 @click.option("--cache", default="25%", show_default=True, help='Ours: "20GiB", or a share of all experts.')
+@click.option("--ram", help='Ours: "20GiB", or a share of all experts, of host memory that the GPU reads in place.')
+@click.option("--offload", is_flag=True, help="Also stock with what fits into as much VRAM as the cache of ours.")
+@click.option("--warm", default=0, show_default=True, help="Random prompts, with their steps, before what is timed.")
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="One a line, or JSON.")
 @click.option(
     "--n-prompt",
@@ -266,7 +273,7 @@ def say(text: str) -> None:
 )
 @click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Interleaved rounds.")
 @click.option("--label", default="disk", show_default=True, help="Name of the drive in the results.")
-@click.option("--sides", help="Only these, with commas: stock-mmap,ours,stock-direct-io,stock-gpu,ours-all.")
+@click.option("--sides", help="Only these, with commas, of those there are.")
 @click.option("--gpu/--no-gpu", default=True, show_default=True, help="Use the GPU if there is one.")
 @click.option("--threads", type=click.IntRange(1), default=os.cpu_count() or 1, show_default=True)
 @click.option("--ctx", default=1024, show_default=True)

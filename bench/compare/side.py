@@ -17,7 +17,7 @@ import numpy as np
 from lab.stock import STOCK_LIB, llama_class
 from llama_expert_pack.pypack.errors import ExpertPackError
 
-# what llama.cpp's --cpu-moe overrides
+# what llama.cpp's --cpu-moe overrides, and --n-cpu-moe after the number of a block
 EXPERT_TENSORS = rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 WARM_STEPS = 4  # steps before the clock starts: CUDA graphs are captured after these
 
@@ -28,12 +28,16 @@ class _Override(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-def _stock_class(cpu_moe: bool, direct_io: bool) -> Any:
+def _patterns(cpu_layers: int) -> list[bytes]:
+    return [EXPERT_TENSORS] if cpu_layers < 0 else [rb"blk\.%d" % i + EXPERT_TENSORS for i in range(cpu_layers)]
+
+
+def _stock_class(cpu_layers: int, direct_io: bool) -> Any:
     """llama_cpp.Llama with the options of llama.cpp that its constructor has no keywords for."""
     import llama_cpp
 
     class Stock(llama_cpp.Llama):  # type: ignore[name-defined, misc, unused-ignore]
-        """--cpu-moe, --load-mode dio; with mmap --no-repack, as copies of weights would not fit under a cap."""
+        """--cpu-moe, --n-cpu-moe, --load-mode dio; with mmap --no-repack: copies of weights would not fit under a cap."""
 
         @property
         def model_params(self) -> Any:
@@ -44,10 +48,11 @@ def _stock_class(cpu_moe: bool, direct_io: bool) -> Any:
         @model_params.setter
         def model_params(self, params: Any) -> None:
             params.use_extra_bufts = direct_io
-            if cpu_moe:
+            if cpu_layers:
                 buffer_type = ctypes.CDLL(str(STOCK_LIB / "libggml-base.so")).ggml_backend_cpu_buffer_type
                 buffer_type.restype = ctypes.c_void_p
-                self._overrides = (_Override * 2)(_Override(EXPERT_TENSORS, buffer_type()), _Override(None, None))
+                overrides = [_Override(pattern, buffer_type()) for pattern in _patterns(cpu_layers)]
+                self._overrides = (_Override * (len(overrides) + 1))(*overrides)  # the last one ends them
                 params.tensor_buft_overrides = ctypes.addressof(self._overrides)
             self._model_params = params
 
@@ -72,11 +77,11 @@ class Side:
     """A loaded model and the counters around it."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        llama = _stock_class(job["cpu_moe"], job["direct_io"]) if job["stock"] else llama_class(stock=False)
+        llama = _stock_class(job["cpu_layers"], job["direct_io"]) if job["stock"] else llama_class(stock=False)
         import llama_cpp  # ours must be the first to import it
 
         self.lib = llama_cpp
-        options = {"n_gpu_layers": -1 if job["gpu"] else 0, "n_threads": job["n_threads"]}
+        options = {"n_gpu_layers": job["gpu_layers"] if job["gpu"] else 0, "n_threads": job["n_threads"]}
         options |= {"n_threads_batch": job["n_threads"], "n_batch": job["n_ubatch"], "n_ubatch": job["n_ubatch"]}
         self.llm = llama(job["model"], n_ctx=job["n_ctx"], verbose=False, **options, **job["options"])
         self.packed = not job["stock"]
@@ -159,6 +164,12 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
             )
             for i in range(job["n_repeats"])
         ]
+    if job["n_warm"]:
+        warm = [
+            (draw_tokens(job["n_prompt"], n_vocab, skew, 300 + i), draw_tokens(WARM_STEPS + n_gen, n_vocab, skew, 400 + i))
+            for i in range(job["n_warm"])
+        ]
+        found["cold"] = [run_prompt(side, prompt, steps, n_gen) for prompt, steps in warm][0]
     found["samples"] = [run_prompt(side, prompt, steps, n_gen) for prompt, steps in prompts]
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     found["rss_peak_bytes"] = int(status["VmHWM"].split()[0]) * 1024  # ru_maxrss is at least that of the parent

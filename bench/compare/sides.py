@@ -7,6 +7,7 @@ from typing import Any
 
 PROCESS_BYTES = 128 << 20  # what a process takes beside weights: Python, libraries, buffers
 ROOM = 1.1  # a side fits if its weights times this do
+ALL = -1
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class SideSpec:
     name: str
     title: str
     stock: bool
-    cpu_moe: bool = False
+    cpu_layers: int = 0  # the first so many layers' experts are computed on the CPU; ALL: all
+    gpu_layers: int = ALL  # -ngl
     direct_io: bool = False
     gpu: bool = False
     capped: bool = True
@@ -34,6 +36,8 @@ class Sizes:
     cap: int | None
     memory_free: int
     vram: int | None
+    ram: int = 0  # of ours, for experts that a GPU reads in place
+    n_layers: int = 0
 
     @property
     def trunk(self) -> int:
@@ -41,23 +45,31 @@ class Sizes:
         return self.model - self.experts
 
 
-def plan_sides(sizes: Sizes, pack: str, options: dict[str, Any]) -> tuple[list[SideSpec], dict[str, str]]:
+def plan_sides(
+    sizes: Sizes, pack: str, options: dict[str, Any], *, offload: bool = False
+) -> tuple[list[SideSpec], dict[str, str]]:
     """The sides to run, and for each that cannot be the reason, by name.
 
-    `options` are ours beside pack and cache.
+    `options` are ours beside pack and cache. `offload`: also stock with what fits into as much VRAM as our cache.
     """
     gpu = sizes.vram is not None
     place = "-ngl 99 --cpu-moe, " if gpu else ""
     packed = {"expert_pack": pack, "expert_cache_reserve": 0, **options}
+    on_cpu = ALL if gpu else 0
+    ours = {**packed, "expert_cache": sizes.cache}
     sides = [
-        SideSpec("stock-mmap", f"stock, {place}mmap", stock=True, cpu_moe=gpu, gpu=gpu),
-        SideSpec("ours", "ours, from the pack", stock=False, gpu=gpu, options={**packed, "expert_cache": sizes.cache}),
+        SideSpec("stock-mmap", f"stock, {place}mmap", stock=True, cpu_layers=on_cpu, gpu=gpu),
+        SideSpec("ours", "ours, from the pack", stock=False, gpu=gpu, options={**ours, "expert_ram": sizes.ram}),
     ]
+    if sizes.ram:
+        sides.append(SideSpec("ours-no-ram", "ours, no experts in host memory", stock=False, gpu=gpu, options=ours))
+    if offload:
+        sides += _offloaded(sizes)
     left_out: dict[str, str] = {}
     in_memory = sizes.experts if gpu else sizes.model
     allowed = sizes.memory_free if sizes.cap is None else min(sizes.cap, sizes.memory_free)
     direct = SideSpec(
-        "stock-direct-io", f"stock, {place or 'repacked, '}direct-I/O load", True, cpu_moe=gpu, direct_io=True, gpu=gpu
+        "stock-direct-io", f"stock, {place or 'repacked, '}direct-I/O load", True, on_cpu, direct_io=True, gpu=gpu
     )
     if in_memory * ROOM + PROCESS_BYTES <= allowed:
         sides.append(direct)
@@ -87,6 +99,18 @@ def plan_sides(sizes: Sizes, pack: str, options: dict[str, Any]) -> tuple[list[S
         else:
             left_out[spec.name] = f"needs {_gb(sizes.model)} of VRAM, {_gb(sizes.vram or 0)} free"
     return sides, left_out
+
+
+def _offloaded(sizes: Sizes) -> list[SideSpec]:
+    """Stock with as many layers, or as many layers' experts, in VRAM as our cache has bytes for; the rest in memory."""
+    n_layers = sizes.n_layers
+    n_on_cpu = n_layers - sizes.cache * n_layers // sizes.experts
+    in_vram = min(n_layers, (sizes.cache + sizes.trunk) * n_layers // sizes.model)
+    load = "direct-I/O load"
+    return [
+        SideSpec("stock-n-cpu-moe", f"stock, --n-cpu-moe {n_on_cpu}, {load}", True, n_on_cpu, direct_io=True, gpu=True),
+        SideSpec("stock-ngl", f"stock, -ngl {in_vram}, {load}", True, 0, in_vram, direct_io=True, gpu=True),
+    ]
 
 
 def _gb(n_bytes: int) -> str:

@@ -17,7 +17,7 @@ from bench.compare.__main__ import ram_cap_bytes, read_prompts, run_side
 from bench.compare.report import headline, markdown, number, table
 from bench.compare.results import agreement, ceiling_ts, comparisons, read_lines, rows, speedup, summaries
 from bench.compare.side import draw_tokens
-from bench.compare.sides import SideSpec, Sizes, plan_sides
+from bench.compare.sides import ALL, SideSpec, Sizes, plan_sides
 from bench.gpu.samples import GpuSamples
 from lab import memory_cap
 from llama_expert_pack.pypack.errors import UsageError
@@ -253,8 +253,8 @@ def test_on_a_gpu_stock_keeps_its_experts_on_the_host() -> None:
     by_name = {side.name: side for side in sides}
     assert not left_out
     assert set(by_name) == {"stock-mmap", "ours", "stock-direct-io", "stock-gpu", "ours-all"}
-    assert by_name["stock-mmap"].cpu_moe
-    assert not by_name["stock-gpu"].cpu_moe
+    assert by_name["stock-mmap"].cpu_layers == ALL
+    assert by_name["stock-gpu"].cpu_layers == 0
     assert by_name["stock-gpu"].reference
     assert by_name["ours"].options["expert_cache"] == 10 * GB
     assert by_name["ours"].options["expert_read_splits"] == 2

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 // cffi: begin
-#define EXPERT_ABI_VERSION 8
+#define EXPERT_ABI_VERSION 9
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
 #define EXPERT_NEXT_SLOTS 64
@@ -156,10 +156,11 @@ int32_t expert_store_n_claimed(const expert_store * store);
 int expert_store_add_arena(expert_store * store, const char * device, uint64_t n_bytes, const int32_t * slots,
     const uint64_t * offsets, int32_t n_slots, int * pinned);
 // Gives a pool of `device`, which has an arena, slots first_slot .. first_slot + n_slots - 1 in host memory that it reads in
-// place: of slot_bytes each, page-locked in chunks as they are needed, from the first slot on. spares[n_spares]: where blocks
-// of no slot start in the arena, bytes; through them experts change places. 1 on success; else 0 and expert_last_error().
+// place: of slot_bytes each, page-locked in chunks as they are needed, from the first slot on. spares[n_spares],
+// transits[n_transits]: where blocks of no slot start in the arena, bytes. Through spares experts change places; transits get
+// copies of what is read into host memory, while it arrives. 1 on success; else 0 and expert_last_error().
 int expert_store_add_host_slots(expert_store * store, const char * device, int32_t pool, int32_t first_slot, int32_t n_slots,
-    uint64_t slot_bytes, const uint64_t * spares, int32_t n_spares);
+    uint64_t slot_bytes, const uint64_t * spares, int32_t n_spares, const uint64_t * transits, int32_t n_transits);
 // Where a slot's bytes lie; NULL if not in host memory. For a read() into it.
 void * expert_store_host_slot(expert_store * store, int32_t slot);
 // After expert_store_loaded(), which it calls if that was not done: opens the arenas of every device that has claimed weights,

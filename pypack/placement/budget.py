@@ -106,7 +106,7 @@ class PoolPlan:
     @property
     def arena_bytes(self) -> int:
         """Bytes of the device's arena."""
-        return sum((pool.n_device + pool.n_spare) * pool.block_bytes for pool in self.pools)
+        return sum((pool.n_device + pool.n_spare + pool.n_transit) * pool.block_bytes for pool in self.pools)
 
     @property
     def host_bytes(self) -> int:
@@ -127,11 +127,11 @@ class PoolPlan:
             offsets.append((rows * pool.block_bytes + pool.offset).astype(np.uint64))
         return np.concatenate(slots), np.concatenate(offsets)
 
-    def spares(self, pool: Pool) -> NDArray[np.uint64]:
-        """[pool.n_spare] where its spare blocks start in the arena, bytes."""
-        first = pool.offset + pool.n_device * pool.block_bytes
-        spares: NDArray[np.uint64] = (np.arange(pool.n_spare) * pool.block_bytes + first).astype(np.uint64)
-        return spares
+    def beside_slots(self, pool: Pool) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """[pool.n_spare] and [pool.n_transit] where its spare blocks and those in transit start in the arena, bytes."""
+        rows = np.arange(pool.n_spare + pool.n_transit) + pool.n_device
+        starts = (rows * pool.block_bytes + pool.offset).astype(np.uint64)
+        return starts[: pool.n_spare], starts[pool.n_spare :]
 
 
 def plan_pools(
@@ -164,36 +164,42 @@ def plan_pools(
     if usable < least_bytes:
         raise BudgetError(_too_small(device, budget_bytes, free_bytes, reserve_bytes, least_bytes, top_k, option))
     n_slots = _share(usable, sizes, n_least, n_experts)
-    n_host, n_spare = _host_share(host_bytes, sizes, n_least, n_experts, n_slots)
+    n_host, beside = _host_share(host_bytes, sizes, n_least, n_experts, n_slots)
 
     pools: list[Pool] = []
     first_slot = offset = 0
-    for size, n_expert, n, more, spare in zip(sizes, n_experts, n_slots, n_host, n_spare, strict=True):
+    for size, n_expert, n, more, (spare, transit) in zip(sizes, n_experts, n_slots, n_host, beside, strict=True):
         indices = tuple(layer.index for layer in groups[size])
         n_per_token = sum(min(max(top_k, 1), layer.n_expert) for layer in groups[size])
-        pools.append(Pool(size, indices, n_expert, first_slot, n - spare + more, offset, n_per_token, more, spare))
-        first_slot += n - spare + more
+        n_all = n - spare - transit + more
+        pools.append(Pool(size, indices, n_expert, first_slot, n_all, offset, n_per_token, more, spare, transit))
+        first_slot += n_all
         offset += n * size
     return PoolPlan(device, tuple(pools))
 
 
 def _host_share(
     host_bytes: int, sizes: list[int], n_least: list[int], n_experts: list[int], n_slots: list[int]
-) -> tuple[list[int], list[int]]:
-    """Slots of each pool in host memory, and how many of its ``n_slots`` become spare blocks for that: few beside them."""
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Slots of each pool in host memory, and how many of its ``n_slots`` become spare blocks and blocks in transit for that."""
     columns = list(zip(n_experts, n_slots, n_least, strict=True))
-    n_spare = [_n_spare(n - least) if n < n_expert else 0 for n_expert, n, least in columns]
-    n_left = [n_expert - n + spare for (n_expert, n, _), spare in zip(columns, n_spare, strict=True)]
+    beside = [_beside(n - least, least) if n < n_expert else (0, 0) for n_expert, n, least in columns]
+    n_left = [n_expert - n + sum(blocks) for (n_expert, n, _), blocks in zip(columns, beside, strict=True)]
     n_host = _share(host_bytes, sizes, [0] * len(sizes), n_left)
-    # where it would hold no more than the spare blocks take away, all stays as it is
-    pays = [more > spare for more, spare in zip(n_host, n_spare, strict=True)]
-    return [more * yes for more, yes in zip(n_host, pays, strict=True)], [
-        spare * yes for spare, yes in zip(n_spare, pays, strict=True)
-    ]
+    for i, (n_expert, n, least) in enumerate(columns):
+        spare, transit = beside[i]
+        if n + n_host[i] - spare >= n_expert: # nothing is read any more once all are there
+            beside[i], n_host[i] = (spare, 0), n_expert - n + spare
+        # where it would hold no more than the blocks take away, all stays as it is
+        if n_host[i] <= sum(beside[i]):
+            beside[i], n_host[i] = (0, 0), 0
+    return n_host, beside
 
 
-def _n_spare(n_slots: int) -> int:
-    return min(N_SPARE, max(n_slots // SPARE_SHARE, int(n_slots >= POOL_OF_ONE_SPARE)))
+def _beside(n_slots: int, working_set: int) -> tuple[int, int]:
+    """Spare blocks, few beside the slots, and blocks in transit: for all that a layer of one token may miss."""
+    spare = min(N_SPARE, max(n_slots // SPARE_SHARE, int(n_slots >= POOL_OF_ONE_SPARE)))
+    return spare, min(working_set, (n_slots - spare) // 2)
 
 
 def _share(usable: int, sizes: list[int], n_least: list[int], n_experts: list[int]) -> list[int]:

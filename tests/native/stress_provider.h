@@ -86,7 +86,8 @@ static int64_t n_skipped   = 0; // that were to be taken next and were not: in u
 static int64_t n_withdrawn = 0; // that could not be had in host memory
 
 static std::atomic<int64_t> n_plans{0};
-static const int            N_SPARE = 2; // blocks of a pool that has slots in host memory
+static const int            N_SPARE   = 2; // blocks of a pool that has slots in host memory
+static const int            N_TRANSIT = 2; // behind them
 
 struct books {
     expert_books *            store  = nullptr;
@@ -179,7 +180,7 @@ static int open_arena(void * user, const char * device, uint64_t, const int32_t 
             slots.push_back(pool.first + s);
             offsets.push_back(n_bytes);
         }
-        n_bytes += N_SPARE * pool.block_bytes * (pool.n_host > 0);
+        n_bytes += (N_SPARE + N_TRANSIT) * pool.block_bytes * (pool.n_host > 0);
         n += pool.n;
         choose_next(b, (int32_t) index, {});
     }
@@ -192,15 +193,16 @@ static int open_arena(void * user, const char * device, uint64_t, const int32_t 
     check(ok && pinned, "no arena: %s", expert_last_error());
     check(!expert_store_add_arena(b.store, device, n_bytes, slots.data(), offsets.data(), 1, &pinned), "a slot was added twice");
     for (size_t index = first_pool; index < b.pools.size(); index++) {
-        const pool &   pool     = b.pools[index];
-        const int      end      = pool.first + pool.n;
-        const uint64_t size     = pool.block_bytes;
-        const uint64_t past     = offsets[end - pool.n_host - 1 - first - n_host_before] + size; // the spare blocks
-        const uint64_t spares[] = {past, past + size};
-        static_assert(N_SPARE == sizeof(spares) / sizeof(spares[0]), "");
+        const pool &   pool       = b.pools[index];
+        const int      end        = pool.first + pool.n;
+        const uint64_t size       = pool.block_bytes;
+        const uint64_t past       = offsets[end - pool.n_host - 1 - first - n_host_before] + size;
+        const uint64_t spares[]   = {past, past + size};
+        const uint64_t transits[] = {past + 2 * size, past + 3 * size};
+        static_assert(N_SPARE == 2 && N_TRANSIT == 2, "");
         n_host_before += pool.n_host;
-        ok = !pool.n_host ||
-             expert_store_add_host_slots(b.store, device, (int) index, end - pool.n_host, pool.n_host, size, spares, N_SPARE);
+        ok = !pool.n_host || expert_store_add_host_slots(b.store, device, (int) index, end - pool.n_host, pool.n_host, size,
+                                 spares, N_SPARE, transits, N_TRANSIT);
         check(ok, "no slots in host memory: %s", expert_last_error());
     }
     b.holder.resize(first + n, -1);

@@ -194,7 +194,7 @@ def test_plans(shapes: list[tuple[int, int]], top_k: int, fraction: float) -> No
 def test_plans_with_host_memory(
     shapes: list[tuple[int, int]], top_k: int, fraction: float, host_fraction: float
 ) -> None:
-    """The device gets what it gets without; of its blocks some are spare, but never those of a working set."""
+    """The device gets what it gets without; of its blocks some hold no slot, but never those of a working set."""
     layers = make_layers(shapes)
     whole = sum(layer.n_expert * layer.block_bytes for layer in layers)
     host_bytes = int(host_fraction * whole)
@@ -208,15 +208,20 @@ def test_plans_with_host_memory(
     starts = {int(offset) for offset in offsets}
     for pool, before in zip(plan.pools, alone.pools, strict=True):
         n_least = max(min(top_k, layers[i].n_expert) for i in pool.layers)
-        assert pool.n_device + pool.n_spare == before.n_slots and n_least <= pool.n_device
-        assert before.n_slots <= pool.n_slots <= pool.n_experts and pool.n_spare <= N_SPARE
-        assert (pool.n_host > pool.n_spare) if pool.n_host else pool.n_spare == 0
-        spares = plan.spares(pool).tolist()
-        assert len(spares) == pool.n_spare and not starts & set(spares)
-        starts |= set(spares)
+        n_beside = pool.n_spare + pool.n_transit
+        assert pool.n_device + n_beside == before.n_slots and n_least <= pool.n_device
+        assert before.n_slots <= pool.n_slots <= pool.n_experts
+        assert pool.n_spare <= N_SPARE and pool.n_transit <= n_least
+        assert (pool.n_host > n_beside) if pool.n_host else n_beside == 0
+        assert pool.n_transit == 0 or pool.n_slots < pool.n_experts, "nothing is read any more once all are there"
+        spares, transits = plan.beside_slots(pool)
+        assert (len(spares), len(transits)) == (pool.n_spare, pool.n_transit)
+        assert not starts & {*spares.tolist(), *transits.tolist()}
+        starts |= {*spares.tolist(), *transits.tolist()}
         mine = slots[(slots >= pool.first_slot) & (slots < pool.first_slot + pool.n_slots)]
         assert mine.tolist() == list(range(pool.first_slot, pool.first_slot + pool.n_device)), "host slots are the last"
-    assert len(starts) == len(slots) + sum(pool.n_spare for pool in plan.pools), "no two blocks are the same"
+    n_beside = sum(pool.n_spare + pool.n_transit for pool in plan.pools)
+    assert len(starts) == len(slots) + n_beside, "no two blocks are the same"
     if host_bytes >= whole:
         assert all(pool.n_slots == pool.n_experts for pool in plan.pools), "all fits"
 

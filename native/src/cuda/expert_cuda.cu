@@ -53,7 +53,7 @@ const void * expert_cuda_matrix(int device, const ggml_tensor * weight, int64_t 
     const expert_cuda_state * state = expert_cuda_state_of(ref, device);
     GGML_ASSERT(state && "expert_cuda_mode_of opens the arena first");
     const int32_t slot  = ref->store->slot_of(ref->layer)[expert];
-    const char *  block = slot >= 0 ? ref->store->slot_data[slot] : state->base; // rows of another pass: anything readable
+    const char *  block = slot >= 0 ? ref->store->device_data(slot) : state->base; // rows of another pass: anything readable
     return block + ref->store->layers[ref->layer].roles[ref->role].offset;
 }
 

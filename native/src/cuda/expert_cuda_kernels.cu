@@ -272,28 +272,40 @@ expert_cuda_state::~expert_cuda_state() {
 }
 
 std::vector<expert_update> expert_cuda_state::changes(int32_t layer, const std::vector<int32_t> & experts) {
-    const expert_layer &       described = store->layers[layer];
-    std::vector<expert_update> changed;
+    std::vector<int32_t> keys;
+    for (int32_t slot : in_transit) { // this pass may have taken the block
+        keys.push_back(slot_key[slot]);
+    }
+    in_transit.clear();
     for (int32_t expert : experts) {
-        const int32_t key  = described.first_key + expert;
+        const int32_t key  = store->layers[layer].first_key + expert;
         const int32_t slot = store->tables.slot_of[key];
         if (slot < 0 || slot_key[slot] == key) {
             continue;
         }
         if (slot_key[slot] >= 0) {
-            changed.push_back({slot_key[slot], 0, 0});
+            keys.push_back(slot_key[slot]);
         }
-        changed.push_back({key, 1, offset_of(slot)});
+        keys.push_back(key);
         slot_key[slot] = key;
     }
-    // an expert that left one slot and came back into another: its old slot's entry must not clear the new one
-    for (expert_update & update : changed) {
-        const int32_t slot = store->tables.slot_of[update.key];
-        if (!update.resident && slot >= 0 && slot_key[slot] == update.key) {
-            update = {update.key, 1, offset_of(slot)};
-        }
+    std::vector<expert_update> changed;
+    for (int32_t key : keys) { // may be named twice, and then say the same
+        changed.push_back(entry_of(key));
     }
     return changed;
+}
+
+// What the table should say of an expert, if what it says of others is what slot_key says.
+expert_update expert_cuda_state::entry_of(int32_t key) {
+    const int32_t slot = store->tables.slot_of[key];
+    if (slot < 0 || slot_key[slot] != key) {
+        return {key, 0, 0};
+    }
+    if (store->slot_copy[slot] && std::find(in_transit.begin(), in_transit.end(), slot) == in_transit.end()) {
+        in_transit.push_back(slot);
+    }
+    return {key, 1, offset_of(slot)};
 }
 
 void expert_cuda_state::apply(const std::vector<expert_update> & changed, cudaStream_t stream) {
@@ -310,13 +322,13 @@ void expert_cuda_state::apply(const std::vector<expert_update> & changed, cudaSt
 void expert_cuda_state::rewrite(cudaStream_t stream) {
     std::vector<expert_update> all;
     slot_key.assign(store->slot_data.size(), -1);
+    in_transit.clear();
     for (int32_t key = 0; key < store->n_keys(); key++) {
         const int32_t slot = store->tables.slot_of[key];
-        const bool    here = slot >= 0 && store->slot_arena[slot]->base == base;
-        all.push_back({key, here, here ? offset_of(slot) : 0});
-        if (here) {
+        if (slot >= 0 && store->slot_arena[slot]->base == base) {
             slot_key[slot] = key;
         }
+        all.push_back(entry_of(key));
     }
     apply(all, stream);
     CUDA_CHECK(cudaStreamSynchronize(stream));

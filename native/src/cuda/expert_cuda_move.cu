@@ -5,8 +5,8 @@ void expert_cuda_state::move(expert_arena & arena, cudaStream_t stream) {
     const auto                 quiet = [&] { CUDA_CHECK(cudaEventSynchronize(used)); };
     std::vector<expert_update> changed;
     for (const auto & [key, slot] : expert_store_move(store, arena, *this, quiet)) {
-        changed.push_back({key, 1, offset_of(slot)});
         slot_key[slot] = key;
+        changed.push_back(entry_of(key));
     }
     if (!changed.empty()) {
         apply(changed, stream);

@@ -9,9 +9,9 @@
 #include <set>
 #include <vector>
 
-#define EXPERT_LOOKUP_IDS_MAX 1024 // ids of a layer in lookup mode; larger batches run in segments
-#define EXPERT_ID_NONE INT32_MIN   // in place of an id that no lookup has written yet
-#define EXPERT_LOOKUP_UPDATES_MAX (2 * EXPERT_LOOKUP_IDS_MAX)
+#define EXPERT_LOOKUP_IDS_MAX 1024                            // ids of a layer in lookup mode; larger batches run in segments
+#define EXPERT_ID_NONE INT32_MIN                              // in place of an id that no lookup has written yet
+#define EXPERT_LOOKUP_UPDATES_MAX (3 * EXPERT_LOOKUP_IDS_MAX) // who came, who left for it, what was in transit
 // Longer than any read with its retries: only a host that will never answer is given up. Tests shorten it with
 // EXPERT_PACK_CUDA_LOOKUP_TIMEOUT_MS.
 #define EXPERT_LOOKUP_TIMEOUT_MS 600000ull
@@ -51,6 +51,7 @@ struct expert_cuda_state final : expert_copier {
     int32_t *             ids_segments   = nullptr; // host, pinned, room for the ids of a batch
     size_t                n_ids_segments = 0;
     std::vector<int32_t>  slot_key;       // [slot] what the device's table says is in it, -1: nothing
+    std::vector<int32_t>  in_transit;     // slots of which it names a copy
     cudaEvent_t           used = nullptr; // the last kernel that reads the arena
     const void *          user = nullptr; // the context that launched it
     std::mutex            graph_mutex;    // one graph uses table, mailbox and arena at a time
@@ -60,13 +61,14 @@ struct expert_cuda_state final : expert_copier {
     expert_cuda_state(expert_store * store, int device, char * base);
     ~expert_cuda_state();
 
-    int64_t offset_of(int32_t slot) const { return store->slot_data[slot] - base; }
+    int64_t offset_of(int32_t slot) const { return store->device_data(slot) - base; }
     // What must change in the device's table so that it says what slot_of says, for the experts of a layer and for
     // those whose slots they took.
     std::vector<expert_update> changes(int32_t layer, const std::vector<int32_t> & experts);
     // Writes the whole table anew: after a failure.
-    void rewrite(cudaStream_t stream);
-    void apply(const std::vector<expert_update> & changed, cudaStream_t stream);
+    void          rewrite(cudaStream_t stream);
+    expert_update entry_of(int32_t key);
+    void          apply(const std::vector<expert_update> & changed, cudaStream_t stream);
     // Experts change places between the arena and host memory: before a graph.
     void move(expert_arena & arena, cudaStream_t stream);
 

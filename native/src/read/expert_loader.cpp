@@ -43,7 +43,7 @@ void expert_loader::copy_arrived(expert_load & load, int32_t slot, std::unique_l
         load.arrived.clear();
         lock.unlock();
         for (const auto & [bytes, n_bytes] : parts) {
-            const bool ok = slots.copy(slot, bytes - load.buffer, bytes, n_bytes);
+            const bool ok = slots.copy(slot, bytes - load.dest, bytes, n_bytes);
             load.copied   = load.copied && ok;
         }
         lock.lock();
@@ -118,16 +118,21 @@ bool expert_loader::start_read(const load & load) {
     read.n_parts    = tables.n_parts;
     read.hashed     = load->hashed;
     const auto free = buffers.find(load->dev);
-    read.dest       = load->slot >= 0 ? slots.host_slot(load->slot) : nullptr;
-    if (!read.dest && free != buffers.end()) {
-        read.dest = load->buffer = free->second.back();
-        read.arrived             = [this, load](const char * bytes, uint64_t n) { return pass_on(load, bytes, n); };
+    load->dest      = load->slot >= 0 ? slots.host_slot(load->slot) : nullptr;
+    if (!load->dest && free != buffers.end()) {
+        load->dest = load->buffer = free->second.back();
+    } else if (load->dest) {
+        load->transit = slots.transit(load->layer, load->slot);
     }
+    if (load->buffer || load->transit) {
+        read.arrived = [this, load](const char * bytes, uint64_t n) { return pass_on(load, bytes, n); };
+    }
+    read.dest  = load->dest;
     read.ended = [this, load](int64_t result, const uint8_t * digest) {
         read_ended(load, result, result == (int64_t) load->n_bytes && is_right(*load, digest));
     };
     if (!read.dest || !readers.submit(read)) {
-        load->buffer = nullptr;
+        load->buffer = load->transit = nullptr;
         return false;
     }
     if (load->buffer) {
@@ -148,7 +153,9 @@ bool expert_loader::pass_on(const load & load, const char * bytes, uint64_t n_by
             return true;
         }
     }
-    return load->slot >= 0 && slots.copy(load->slot, bytes - load->buffer, bytes, n_bytes);
+    const uint64_t offset = bytes - load->dest;
+    return load->slot >= 0 && (load->transit ? slots.copy_to(load->slot, load->transit + offset, bytes, n_bytes)
+                                             : slots.copy(load->slot, offset, bytes, n_bytes));
 }
 
 void expert_loader::read_ended(const load & load, int64_t n_read, bool right) {
@@ -172,7 +179,7 @@ void expert_loader::finish_or_park(const load & load) {
         std::lock_guard<std::mutex> lock(mutex);
         n_unread--;
         parked.push_back(load);
-        if (load->buffer && waiting.empty() && n_unread > 0) {
+        if ((load->buffer || load->transit) && waiting.empty() && n_unread > 0) {
             return;
         }
         to_finish.swap(parked);
@@ -184,7 +191,9 @@ void expert_loader::finish_or_park(const load & load) {
 
 void expert_loader::finish(expert_load & load) {
     int64_t * const counters = tables.counters;
-    if (load.buffer && load.slot != expert_load::CANCELLED) { // in any case: the buffer is used again
+    if (load.transit) {
+        load.right = slots.copy_to(load.slot, load.transit, nullptr, 0) && load.right;
+    } else if (load.buffer && load.slot != expert_load::CANCELLED) { // in any case: the buffer is used again
         load.right = slots.copy(load.slot, 0, nullptr, 0) && load.copied && load.right;
     }
     if (load.n_read > 0) {
@@ -203,7 +212,7 @@ void expert_loader::finish(expert_load & load) {
     if (!tables.is_direct) {
         expert_count(&counters[EXPERT_FALLBACKS], 1);
     }
-    slots.publish(load.layer, load.expert, load.slot, load.hashed);
+    slots.publish(load.layer, load.expert, load.slot, load.transit, load.hashed);
 }
 
 // Its buffer is free: what waits for one may start.

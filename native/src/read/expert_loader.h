@@ -29,7 +29,9 @@ struct expert_load {
     int32_t                  slot    = UNKNOWN;
     bool                     started = false;
     bool                     hashed  = false;   // its digest is compared
-    char *                   buffer  = nullptr; // staging memory that it is read into; NULL: the slot itself
+    char *                   dest    = nullptr; // what it is read into:
+    char *                   buffer  = nullptr; // staging memory; NULL: the slot itself
+    char *                   transit = nullptr; // memory of the device that gets a copy; NULL: only its slot does
 
     // until the slot is known:
     std::vector<std::pair<const char *, uint64_t>> arrived;        // parts that can't be copied on yet
@@ -44,11 +46,16 @@ class expert_slots {
 public:
     // NULL: not in host memory.
     virtual char * host_slot(int32_t slot) = 0;
+    // A block of a device that should get a copy of what is read into this slot in host memory; NULL: none.
+    virtual char * transit(int32_t layer, int32_t slot) = 0;
     // Starts to copy bytes of a block to its slot in a device's memory. They must stay until a copy of NULL, which waits for
     // all that was started. False if the device failed.
     virtual bool copy(int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) = 0;
-    // The slot holds the expert's bytes: whoever looks it up may use them. checked: their digest was compared.
-    virtual void publish(int32_t layer, int32_t expert, int32_t slot, bool checked) = 0;
+    // The same to other memory of the slot's device.
+    virtual bool copy_to(int32_t slot, char * dest, const void * bytes, uint64_t n_bytes) = 0;
+    // The slot holds the expert's bytes, and `copy` if it is not NULL: whoever looks it up may use them. checked: their digest
+    // was compared.
+    virtual void publish(int32_t layer, int32_t expert, int32_t slot, char * copy, bool checked) = 0;
     // The loader can't read it.
     virtual void ask_provider(int32_t layer, int32_t expert, int32_t slot) = 0;
 };

@@ -100,9 +100,21 @@ static bool distrusts(expert_books * books) {
     return books->op.failed;
 }
 
+// The device waits: no kernel reads any more what the last pass read.
+static void free_transits(expert_books * books) {
+    for (const auto & arena : books->arenas) {
+        if (!books->op.as_they_come && arena->dev == books->layer_dev[books->op.layer]) {
+            for (auto & [pool, transit] : arena->transits) {
+                transit.begin_pass();
+            }
+        }
+    }
+}
+
 static void next_pass(expert_books * books, std::unique_lock<std::mutex> & lock) {
     expert_op & op = books->op;
     op.data.assign(books->layers[op.layer].n_expert, nullptr);
+    free_transits(books);
     while (!op.todo.empty()) {
         if (interrupted) {
             books->fail("the server is shutting down");

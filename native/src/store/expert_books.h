@@ -75,8 +75,10 @@ struct expert_books final : expert_store, expert_slots {
     bool read_ended(int32_t layer, int32_t expert);
 
     char * host_slot(int32_t slot) override;
+    char * transit(int32_t layer, int32_t slot) override;
     bool   copy(int32_t slot, uint64_t offset, const void * bytes, uint64_t n_bytes) override;
-    void   publish(int32_t layer, int32_t expert, int32_t slot, bool checked) override;
+    bool   copy_to(int32_t slot, char * dest, const void * bytes, uint64_t n_bytes) override;
+    void   publish(int32_t layer, int32_t expert, int32_t slot, char * copy, bool checked) override;
     void   ask_provider(int32_t layer, int32_t expert, int32_t slot) override;
 };
 

@@ -4,8 +4,14 @@
 #include <algorithm>
 #include <numeric>
 
+static std::vector<char *> blocks_at(char * base, const uint64_t * offsets, int32_t n) {
+    std::vector<char *> blocks;
+    std::transform(offsets, offsets + n, std::back_inserter(blocks), [base](uint64_t offset) { return base + offset; });
+    return blocks;
+}
+
 int expert_store_add_host_slots(expert_store * store, const char * device, int32_t pool, int32_t first_slot, int32_t n_slots,
-    uint64_t slot_bytes, const uint64_t * spares, int32_t n_spares) {
+    uint64_t slot_bytes, const uint64_t * spares, int32_t n_spares, const uint64_t * transits, int32_t n_transits) {
     expert_books * const     books = expert_books_of(store);
     const ggml_backend_dev_t dev   = expert_device_by_name(books, device);
     expert_arena * const     arena = dev ? expert_find_arena(books, dev) : nullptr;
@@ -31,12 +37,11 @@ int expert_store_add_host_slots(expert_store * store, const char * device, int32
         books->tables.in_place[slot] = 1;
     }
     arena->host.push_back(std::move(host));
-    std::vector<char *> blocks;
-    for (int32_t i = 0; i < n_spares; i++) {
-        blocks.push_back(arena->base + spares[i]);
-    }
     if (n_spares > 0) { // else nothing can change places
-        arena->movers.emplace_back(pool, slot_bytes, std::move(blocks));
+        arena->movers.emplace_back(pool, slot_bytes, blocks_at(arena->base, spares, n_spares));
+    }
+    if (n_transits > 0) {
+        arena->transits.emplace(pool, blocks_at(arena->base, transits, n_transits));
     }
     return 1;
 }

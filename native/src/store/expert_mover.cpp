@@ -20,6 +20,7 @@ void expert_mover::end(expert_books & books, expert_copier & copier, expert_move
         broken             = broken || !ok;
         if (ok && same) {
             std::swap(books.slot_data[move.slot], free);
+            books.slot_copy[move.slot]       = nullptr;
             books.tables.in_place[move.slot] = !move.up;
             books.tables.counters[move.up ? EXPERT_MOVES_UP : EXPERT_MOVES_DOWN]++;
             moved.emplace_back((int32_t) key, move.slot);

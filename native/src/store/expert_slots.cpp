@@ -20,16 +20,28 @@ bool expert_books::copy(int32_t slot, uint64_t offset, const void * bytes, uint6
         }
         return true;
     }
-    expert_count(&tables.counters[EXPERT_H2D_BYTES], (int64_t) n_bytes);
     std::unique_lock<std::mutex> lock(mutex);
     if (slot < 0 || slot >= n_keys() || !slot_arena[slot]) {
         return false;
     }
-    ggml_backend_reg_t reg  = ggml_backend_dev_backend_reg(slot_arena[slot]->dev);
-    char * const       dest = slot_data[slot] + offset;
+    char * const dest = slot_data[slot] + offset;
+    lock.unlock();
+    return copy_to(slot, dest, bytes, n_bytes);
+}
+
+bool expert_books::copy_to(int32_t slot, char * dest, const void * bytes, uint64_t n_bytes) {
+    expert_count(&tables.counters[EXPERT_H2D_BYTES], (int64_t) n_bytes);
+    std::unique_lock<std::mutex> lock(mutex);
+    ggml_backend_reg_t           reg = ggml_backend_dev_backend_reg(slot_arena[slot]->dev);
     lock.unlock();
     const auto copy = (expert_copy_t) ggml_backend_reg_get_proc_address(reg, EXPERT_COPY_PROC);
     return copy && copy(dest, bytes, n_bytes);
+}
+
+char * expert_books::transit(int32_t layer, int32_t slot) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto                  found = slot_arena[slot]->transits.find(tables.layer_pool[layer]);
+    return found != slot_arena[slot]->transits.end() ? found->second.take(slot, slot_copy) : nullptr;
 }
 
 int expert_store_fill(expert_store * store, int32_t slot, const void * bytes, uint64_t n_bytes) {
@@ -56,9 +68,10 @@ bool expert_books::read_ended(int32_t layer, int32_t expert) {
     return true;
 }
 
-void expert_books::publish(int32_t layer, int32_t expert, int32_t slot, bool checked) {
+void expert_books::publish(int32_t layer, int32_t expert, int32_t slot, char * copy, bool checked) {
     std::lock_guard<std::mutex> lock(mutex);
     slot_loads[slot]++;
+    slot_copy[slot]                                  = copy;
     slot_checked[slot]                               = checked;
     tables.slot_of[layers[layer].first_key + expert] = slot;
     tables.counters[EXPERT_LOADS]++;
@@ -66,7 +79,7 @@ void expert_books::publish(int32_t layer, int32_t expert, int32_t slot, bool che
 }
 
 void expert_store_commit(expert_store * store, int32_t layer, int32_t expert, int32_t slot) {
-    expert_books_of(store)->publish(layer, expert, slot, true);
+    expert_books_of(store)->publish(layer, expert, slot, nullptr, true);
 }
 
 void expert_store_fail(expert_store * store, int32_t layer, int32_t expert, const char * why) {

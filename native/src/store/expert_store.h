@@ -5,6 +5,7 @@
 #include "expert_host_slots.h"
 #include "expert_mover.h"
 #include "expert_provider.h"
+#include "expert_transit.h"
 
 #include "ggml-cpp.h"
 
@@ -26,9 +27,10 @@ struct expert_arena {
     ggml_backend_dev_t                              dev  = nullptr;
     char *                                          base = nullptr;
     uint64_t                                        size = 0;
-    ggml_backend_buffer_ptr                         buffer; // NULL: mapped host memory
-    std::vector<std::unique_ptr<expert_host_slots>> host;   // that the device reads in place; unlocked before the buffer goes
-    std::vector<expert_mover>                       movers; // between both
+    ggml_backend_buffer_ptr                         buffer;   // NULL: mapped host memory
+    std::vector<std::unique_ptr<expert_host_slots>> host;     // that the device reads in place; unlocked before the buffer goes
+    std::vector<expert_mover>                       movers;   // between both
+    std::map<int32_t, expert_transit>               transits; // by pool
     std::shared_ptr<void>                           backend_state;
     std::atomic<bool>                               touched{false}; // slots changed without the backend's knowledge
 
@@ -42,16 +44,19 @@ struct expert_store : std::enable_shared_from_this<expert_store> {
     std::unordered_map<std::string, expert_ref>         refs;       // by tensor name
     std::vector<ggml_backend_dev_t>                     layer_dev;  // [layer] device that computes it, NULL: no model is loaded
     std::vector<char *>                                 slot_data;  // [n_keys] address of the slot
+    std::vector<char *>                                 slot_copy;  // [n_keys] of its bytes, that the device may use; NULL: none
     std::vector<expert_arena *>                         slot_arena; // [n_keys] of its device; NULL: there is no such slot yet
     std::map<ggml_backend_dev_t, std::shared_ptr<void>> bufts;      // of claimed weights
 
     const int32_t * slot_of(int32_t layer) const { return tables.slot_of + layers[layer].first_key; }
-    int32_t         n_keys() const { return layers.back().first_key + layers.back().n_expert; }
+    // Where a device's kernels find what is in the slot.
+    char *  device_data(int32_t slot) const { return slot_copy[slot] ? slot_copy[slot] : slot_data[slot]; }
+    int32_t n_keys() const { return layers.back().first_key + layers.back().n_expert; }
 
 protected:
     expert_store(const expert_layer * layers, int32_t n_layers, const expert_tables & tables) :
         layers(layers, layers + n_layers), tables(tables), layer_dev(n_layers, nullptr), slot_data(n_keys(), nullptr),
-        slot_arena(n_keys(), nullptr) {}
+        slot_copy(n_keys(), nullptr), slot_arena(n_keys(), nullptr) {}
     ~expert_store() = default;
 };
 

@@ -166,10 +166,13 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         ]
     if job["n_warm"]:
         warm = [
-            (draw_tokens(job["n_prompt"], n_vocab, skew, 300 + i), draw_tokens(WARM_STEPS + n_gen, n_vocab, skew, 400 + i))
+            (
+                draw_tokens(job["n_prompt"], n_vocab, skew, 300 + i),
+                draw_tokens(WARM_STEPS + n_gen, n_vocab, skew, 400 + i),
+            )
             for i in range(job["n_warm"])
         ]
-        found["cold"] = [run_prompt(side, prompt, steps, n_gen) for prompt, steps in warm][0]
+        found["cold"], *_ = [run_prompt(side, prompt, steps, n_gen) for prompt, steps in warm]
     found["samples"] = [run_prompt(side, prompt, steps, n_gen) for prompt, steps in prompts]
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     found["rss_peak_bytes"] = int(status["VmHWM"].split()[0]) * 1024  # ru_maxrss is at least that of the parent

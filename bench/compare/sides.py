@@ -62,7 +62,9 @@ def plan_sides(
         SideSpec("ours", "ours, from the pack", stock=False, gpu=gpu, options={**ours, "expert_ram": sizes.ram}),
     ]
     if sizes.ram:
-        sides.append(SideSpec("ours-no-ram", "ours, no experts in host memory", stock=False, gpu=gpu, options=ours))
+        sides.append(
+            SideSpec("ours-no-ram", "ours, no experts in host memory", False, gpu=gpu, reference=True, options=ours)
+        )
     if offload:
         sides += _offloaded(sizes)
     left_out: dict[str, str] = {}

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bench.gpu import tier_summary
 from lab.identity import COMMON
 
 LARGE, SMALL = "8x64-4096x2048-mxfp4", "48x32-2048x768-mxfp4"
@@ -112,6 +113,7 @@ def summary(folder: Path) -> dict[str, Any]:
         "prefill_over_stock_fast": compared(comparison, "zram", "prefill")["over_stock"],
         "decode_over_ceiling_disk": compared(comparison, "disk", "decode")["over_ceiling"],
         "prefill_over_ceiling_disk": compared(comparison, "disk", "prefill")["over_ceiling"],
+        **tier_summary.figures(folder / "gpu_tier_compare_h200.jsonl"),
     }
 
 

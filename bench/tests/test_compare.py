@@ -262,6 +262,16 @@ def test_on_a_gpu_stock_keeps_its_experts_on_the_host() -> None:
     assert left_out["stock-gpu"] == "needs 100.0 GB of VRAM, 32.0 GB free"
 
 
+def test_stock_gets_as_much_vram_as_our_cache_takes() -> None:
+    sizes = Sizes(100 * GB, 80 * GB, 20 * GB, None, 200 * GB, 140 * GB, ram=8 * GB, n_layers=40)
+    sides, _ = plan_sides(sizes, "p", {}, offload=True)
+    by_name = {side.name: side for side in sides}
+    assert by_name["stock-n-cpu-moe"].cpu_layers == 30, "10 of 40 layers' experts are 20 GB"
+    assert by_name["stock-ngl"].gpu_layers == 16, "16 of 40 layers of 2.5 GB are 20 GB of experts and a trunk of 20 GB"
+    assert by_name["ours"].options["expert_ram"] == 8 * GB
+    assert "expert_ram" not in by_name["ours-no-ram"].options
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1}', "[1]", "[]"])
 def test_prompts_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "p.json"

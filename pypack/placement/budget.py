@@ -186,12 +186,11 @@ def _host_share(
     beside = [_beside(n - least, least) if n < n_expert else (0, 0) for n_expert, n, least in columns]
     n_left = [n_expert - n + sum(blocks) for (n_expert, n, _), blocks in zip(columns, beside, strict=True)]
     n_host = _share(host_bytes, sizes, [0] * len(sizes), n_left)
-    for i, (n_expert, n, least) in enumerate(columns):
-        spare, transit = beside[i]
-        if n + n_host[i] - spare >= n_expert: # nothing is read any more once all are there
-            beside[i], n_host[i] = (spare, 0), n_expert - n + spare
-        # where it would hold no more than the blocks take away, all stays as it is
-        if n_host[i] <= sum(beside[i]):
+    for i, (n_expert, n, _) in enumerate(columns):
+        n_spare = beside[i][0]
+        if n + n_host[i] - n_spare >= n_expert:  # nothing is read any more once all are there
+            beside[i], n_host[i] = (n_spare, 0), n_expert - n + n_spare
+        if n_host[i] <= sum(beside[i]):  # it would hold no more than these blocks take away
             beside[i], n_host[i] = (0, 0), 0
     return n_host, beside
 

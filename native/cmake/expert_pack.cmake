@@ -44,7 +44,8 @@ expert_pack_sources(llama-server-impl server expert_main.cpp expert_signals.cpp)
 patched_sources(llama-server-impl tools/server/server.cpp tools/server/server-models.cpp)
 if (EXPERT_PACK_CUDA)
     expert_pack_sources(ggml-cuda cuda
-        expert_cuda.cu expert_cuda_kernels.cu expert_cuda_lookup.cu expert_cuda_move.cu expert_cuda_segments.cu)
+        expert_cuda.cu expert_cuda_gate.cu expert_cuda_kernels.cu expert_cuda_lookup.cu expert_cuda_move.cu
+        expert_cuda_segments.cu)
     patched_sources(ggml-cuda
         ggml/src/ggml-cuda/ggml-cuda.cu ggml/src/ggml-cuda/mmq.cu ggml/src/ggml-cuda/mmvq.cu
         ggml/src/ggml-cuda/mmvf.cu ggml/src/ggml-cuda/mmf.cu)

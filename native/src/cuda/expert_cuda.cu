@@ -121,6 +121,7 @@ void expert_cuda_give_arena() {
     if (held.owns_lock()) {
         held.unlock();
     }
+    expert_cuda_leave_lookup();
 }
 
 bool expert_cuda_distinct_ids(

@@ -48,6 +48,12 @@ expert_cuda_mode expert_cuda_mode_of(ggml_backend_cuda_context & ctx, const ggml
 bool             expert_cuda_in_segments();
 enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * cgraph, expert_cuda_compute compute);
 
+// Frees or unlocks memory of a GPU while it lives: no kernel waits for the host meanwhile.
+struct expert_cuda_freeing {
+    expert_cuda_freeing();
+    ~expert_cuda_freeing();
+};
+
 // Around the capture or launch of a whole graph in lookup mode.
 void             expert_cuda_lookup_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph);
 void             expert_cuda_lookup_node(ggml_backend_cuda_context & ctx, const ggml_tensor * node);

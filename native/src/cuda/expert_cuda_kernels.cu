@@ -196,6 +196,7 @@ static bool lock_memory(const void * device_memory, void * bytes, size_t n_bytes
         error = cudaDeviceGetAttribute(&can, cudaDevAttrCanUseHostPointerForRegisteredMem, device);
         error = error == cudaSuccess && !can ? cudaErrorNotSupported : error;
     } else if (error == cudaSuccess && n_bytes == 0) {
+        const expert_cuda_freeing no_kernel_waits;
         error = cudaHostUnregister(bytes);
     } else if (error == cudaSuccess) {
         error = cudaHostRegister(bytes, n_bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
@@ -251,6 +252,7 @@ expert_cuda_state::expert_cuda_state(expert_store * store, int device, char * ba
 }
 
 expert_cuda_state::~expert_cuda_state() {
+    const expert_cuda_freeing no_kernel_waits;
     ggml_cuda_set_device(device);
     (void) cudaDeviceSynchronize(); // a graph that still reads the table ends first
     (void) cudaFree(offsets);

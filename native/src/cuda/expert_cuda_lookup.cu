@@ -18,6 +18,7 @@ void expert_cuda_lookup_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph
     looked_up                 = expert_cuda_find_spans(cgraph);
     looked_up_state           = expert_cuda_state_of(looked_up.front().ref, ctx.device);
     expert_cuda_state & state = *looked_up_state;
+    expert_cuda_enter_lookup();
     expert_cuda_take_arena(state, ctx, looked_up.front().ref);
     state.mailbox->abort   = 0;
     state.mailbox->request = 0;

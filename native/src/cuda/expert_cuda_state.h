@@ -104,3 +104,7 @@ void expert_cuda_take_arena(expert_cuda_state & state, ggml_backend_cuda_context
 // After the last kernel of the graph.
 void expert_cuda_mark_use(expert_cuda_state & state, ggml_backend_cuda_context & ctx);
 void expert_cuda_give_arena();
+
+// Around a graph whose kernels may wait for the host: until the last of them can't any more. Leaving twice does nothing.
+void expert_cuda_enter_lookup();
+void expert_cuda_leave_lookup();

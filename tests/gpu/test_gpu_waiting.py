@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from llama_expert_pack.pypack.drive.direct_io import pread_into
 from llama_expert_pack.pypack.format.pack import open_pack
 from llama_expert_pack.pypack.source.match import find_pack
 from tests.books import wrong_books
-from tests.runtime.packed import decode_error, evaluate, loaded, reads, variant
+from tests.runtime.packed import decode_error, evaluate, load, loaded, reads, variant
 
 NAMES = ["type-MXFP4", "type-Q4_K", "many-experts", "expert-biases"]
 SINGLE = [32, *[1] * 12]  # the last ones run as a captured graph, whose lookups wait
@@ -92,3 +94,28 @@ def test_no_kernel_waits_where_the_driver_would_end_it(
         with reads(llm, slow, times=2) as delayed:
             assert np.array_equal(evaluate(llm, [1, 1]), expected)
         assert delayed and llm.expert_stats().failures == 0
+
+
+def test_another_model_is_closed_while_a_lookup_waits(
+    model: tuple[Path, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To free memory waits for all kernels of the GPU, and would keep the copies away that the lookup waits for."""
+    path, expected = model
+    set_all(monkeypatch, {"EXPERT_PACK_CUDA_LOOKUP_TIMEOUT_MS": "60000"})
+    (tmp_path / "other").mkdir()
+    other = load(variant("type-Q4_K", tmp_path / "other"), n_gpu_layers=-1, expert_cache="100%")
+    evaluate(other, [8, 1, 1])
+    with loaded(path, **least(path)) as llm:
+        evaluate(llm, SINGLE)
+        waits = threading.Event()
+
+        def told(fd: int, buffer: memoryview, offset: int) -> int:
+            waits.set()
+            return slow(fd, buffer, offset)
+
+        with reads(llm, told, times=1), ThreadPoolExecutor(1) as pool:
+            rest = pool.submit(evaluate, llm, [1, 1])
+            assert waits.wait(30)
+            other.close()
+            assert np.array_equal(rest.result(), expected)
+        assert llm.expert_stats().failures == 0

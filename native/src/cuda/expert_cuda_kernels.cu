@@ -1,4 +1,5 @@
 // The device's side: looking experts up, changing the table, keeping the rows of a pass.
+#include "expert_cuda.h"
 #include "expert_cuda_state.h"
 
 static __global__ void expert_apply_updates(const expert_update * updates, int n, int64_t * offsets, uint8_t * resident) {

@@ -12,7 +12,7 @@ from ..pypack.format.layout import Layer
 from ..pypack.format.pack import Pack
 from ..pypack.placement.cache import ExpertCache
 from ..pypack.placement.slots import N_NEXT
-from ..pypack.placement.tiers import MOVES
+from ..pypack.placement.tiers import HITS_A_PLAN, MOVES
 from ..pypack.stats.counters import Counter, Counters
 from ..pypack.values.options import Verify
 from ._provider import ffi, lib
@@ -22,6 +22,7 @@ _BLOCK = np.dtype([("offset", "<i8"), ("fd", "<i4"), ("check", "<i4"), ("digest"
 
 assert lib.EXPERT_NEXT_SLOTS == N_NEXT
 assert lib.EXPERT_MOVES == MOVES
+assert lib.EXPERT_HITS_A_PLAN == HITS_A_PLAN
 assert _BLOCK.itemsize == ffi.sizeof("expert_block")
 assert all(at == ffi.offsetof("expert_block", name) for name, (_, at, *_) in (_BLOCK.fields or {}).items())
 

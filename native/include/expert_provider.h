@@ -27,6 +27,7 @@ extern "C" {
 #define EXPERT_NAME_BYTES 128
 #define EXPERT_NEXT_SLOTS 64
 #define EXPERT_MOVES 16
+#define EXPERT_HITS_A_PLAN 16
 
 // Indices into expert_tables.counters. Those with two writers are added to with expert_count() only.
 enum expert_counter {
@@ -124,7 +125,8 @@ typedef struct expert_provider {
     void (*read)(void * user, int32_t layer, int32_t expert, int32_t slot);
     // n_bytes of host memory are about to be taken for slots: 0 if there are not so many left. From any thread.
     int (*may_take)(void * user, uint64_t n_bytes);
-    // Choose what should change places between devices and host memory, from seen_*. On a thread of the store's own.
+    // Choose what should change places between devices and host memory, from seen_*. On a thread of the store's own, once a
+    // token at most, and after so many hits in host memory: below that there is little to gain.
     void (*plan)(void * user);
     // These slots in host memory can't be had: the system gives no more, or does not lock it. They are free; never choose them
     // again. Some may have been withdrawn before. On the thread that fetches.

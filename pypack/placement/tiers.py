@@ -17,13 +17,14 @@ NONE = -1
 Int32s = NDArray[np.int32]
 
 MOVES = 16  # EXPERT_MOVES: more than there are spare blocks
+HITS_A_PLAN = 16  # EXPERT_HITS_A_PLAN: fewer hits in host memory are not worth a plan
 N_SPARE = 8  # blocks of a pool through which experts change places
 
 
 class TierPlan:
     """The plan of one pool. Not thread-safe. ``slots``: the pool's."""
 
-    KEPT = 63 / 64  # of a use, with each plan: one a token
+    KEPT = 63 / 64  # of a use, with each plan: one a token, where host memory is used much
     GAIN = 2.0  # by which an expert must count for more to take another one's place: a copy each way against reads in place
 
     def __init__(self, slots: NDArray[np.intp], n_keys: int) -> None:
@@ -38,7 +39,7 @@ class TierPlan:
         slot lies in host memory.
         """
         self._counts *= self.KEPT
-        self._counts += np.minimum(freq - self._freq, 1)  # a prompt is one token
+        self._counts += np.minimum(freq - self._freq, 1)  # a prompt counts as one token, and so do those between two plans
         self._freq[:] = freq
         up[:] = down[:] = NONE
         held = self._slots[owner[self._slots] != NONE]

@@ -66,7 +66,7 @@ class _Run:
         graph_end = n_events if self._tiers is None else 0
         while i < n_events:
             if self._tiers is not None and i == graph_end:
-                self._tiers.begin_graph(i)
+                self._tiers.begin_graph(i, self.counts.host_hits)
                 graph_end = int(self._acquires.graph_end[i])
             end = self._first_miss(i, min(i + n_together, graph_end))
             if end > i:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..placement.slots import NONE, Tables
-from ..placement.tiers import Int32s, Tiers
+from ..placement.tiers import HITS_A_PLAN, Int32s, Tiers
 from ..policy.base import Keys
 from ..policy.pool import Pool
 
@@ -20,6 +20,7 @@ class ReplayTiers(Tiers):
         self._tables = tables
         self._n_layers = n_layers
         self._planned_at = 0  # number of the acquire
+        self._planned_hits = 0  # in host memory, until then
         self._spares = [[pool.n_spare, 0] for pool in pools]  # blocks on the device, in host memory
         self._moves: list[list[tuple[int, int, bool]]] = [[] for _ in pools]  # under way: slot, its expert, up
         self.n_up = self.n_down = 0
@@ -33,14 +34,14 @@ class ReplayTiers(Tiers):
         found: NDArray[np.bool_] = self.in_place.take(self._tables.reserved_slot.take(keys)) != 0
         return found
 
-    def begin_graph(self, now: int) -> None:
-        """``now``: number of the last acquire."""
+    def begin_graph(self, now: int, host_hits: int) -> None:
+        """``now``: number of the last acquire; ``host_hits``: in host memory, so far."""
         for index in range(len(self._moves)):
             self._end(index)
             self._start(index, self.moves_down[index], up=False)
             self._start(index, self.moves_up[index], up=True)
-        if now - self._planned_at >= self._n_layers:
-            self._planned_at = now
+        if now - self._planned_at >= self._n_layers and host_hits - self._planned_hits >= HITS_A_PLAN:
+            self._planned_at, self._planned_hits = now, host_hits
             self.seen_freq, self.seen_owner, self.seen_in_place = self._tables.freq, self._tables.owner, self.in_place
             self.plan()
 

@@ -116,6 +116,7 @@ static void move_some(books & b) {
     for (const auto & arena : b.store->arenas) {
         bool quiet = false;
         b.store->planned_at -= chance(50) ? (int64_t) layers.size() : 0; // a token has passed
+        b.store->planned_hits -= EXPERT_HITS_A_PLAN;
         for (const auto & [key, slot] : expert_store_move(b.store, *arena, copier, [&] { quiet = true; })) {
             check(quiet, "an expert moved while kernels may have read it");
             check(b.slot_of[key] == slot, "key %d moved in slot %d and is in %d", key, slot, b.slot_of[key]);

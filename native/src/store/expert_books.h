@@ -55,7 +55,8 @@ struct expert_books final : expert_store, expert_slots {
 
     expert_loader  loader{layers, tables, *this}; // the last members: their threads use the others
     expert_planner planner;
-    int64_t        planned_at = 0; // number of the acquire
+    int64_t        planned_at   = 0; // number of the acquire
+    int64_t        planned_hits = 0; // in host memory, until then
 
     expert_books(const struct stat & file, const expert_layer * layers, int32_t n_layers, const expert_tables & tables,
         const expert_provider & provider) :

@@ -59,12 +59,14 @@ expert_host_slots * expert_refused(expert_books * books, const std::vector<int32
     return nullptr;
 }
 
-// Once a token: its layers have had their turn. Under the lock, and not while a plan is made.
+// Once a token at most: its layers have had their turn. Under the lock, and not while a plan is made.
 static void ask_for_plan(expert_books * books) {
-    if (books->now - books->planned_at < (int64_t) books->layers.size()) {
+    const int64_t hits = books->tables.counters[EXPERT_HOST_HITS];
+    if (books->now - books->planned_at < (int64_t) books->layers.size() || hits - books->planned_hits < EXPERT_HITS_A_PLAN) {
         return;
     }
     books->planned_at            = books->now;
+    books->planned_hits          = hits;
     const expert_tables & tables = books->tables;
     const size_t          n      = books->n_keys();
     std::copy_n(tables.freq, n, tables.seen_freq);

@@ -2,8 +2,11 @@
 // the copies away that the kernel waits for. So graphs whose kernels may wait, and such calls, take turns, in the whole process.
 #include "expert_cuda.h"
 
+#include <pthread.h>
+
 #include <condition_variable>
 #include <mutex>
+#include <new>
 
 static std::mutex              gate; // guards what follows
 static std::condition_variable opened;
@@ -12,7 +15,16 @@ static int                     n_freeings = 0; // that go on, or wait for these;
 
 static thread_local bool in_lookup = false; // this thread's; it may free nothing of a GPU meanwhile, and does not
 
+// In a forked child nobody else goes on with what the parent's threads were at.
+static const int renewed_in_children = pthread_atfork(nullptr, nullptr, [] {
+    new (&gate) std::mutex;
+    new (&opened) std::condition_variable;
+    n_lookups = n_freeings = 0;
+    in_lookup              = false;
+});
+
 void expert_cuda_enter_lookup() {
+    (void) renewed_in_children;
     std::unique_lock<std::mutex> lock(gate);
     opened.wait(lock, [] { return n_freeings == 0; });
     n_lookups++;

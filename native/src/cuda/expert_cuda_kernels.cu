@@ -262,7 +262,9 @@ expert_cuda_state::~expert_cuda_state() {
     (void) cudaFree(sequence);
     (void) cudaFreeHost(mailbox);
     (void) cudaFreeHost(ids);
-    (void) cudaFreeHost(ids_segments);
+    for (int32_t * room : ids_segments) {
+        (void) cudaFreeHost(room);
+    }
     (void) cudaEventDestroy(used);
     for (cudaEvent_t event : moves) {
         (void) cudaEventDestroy(event);
@@ -277,7 +279,11 @@ expert_cuda_state::~expert_cuda_state() {
 std::vector<expert_update> expert_cuda_state::changes(int32_t layer, const std::vector<int32_t> & experts) {
     std::vector<int32_t> keys;
     for (int32_t slot : in_transit) { // this pass may have taken the block
-        keys.push_back(slot_key[slot]);
+        const int32_t key = slot_key[slot];
+        keys.push_back(key);
+        if (store->tables.slot_of[key] != slot) {
+            slot_key[slot] = -1; // it has left, and the table will not name it any more
+        }
     }
     in_transit.clear();
     for (int32_t expert : experts) {

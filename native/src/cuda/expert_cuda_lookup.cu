@@ -18,8 +18,11 @@ void expert_cuda_lookup_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph
     looked_up                 = expert_cuda_find_spans(cgraph);
     looked_up_state           = expert_cuda_state_of(looked_up.front().ref, ctx.device);
     expert_cuda_state & state = *looked_up_state;
-    expert_cuda_enter_lookup();
     expert_cuda_take_arena(state, ctx, looked_up.front().ref);
+    expert_cuda_enter_lookup(); // second: who waits for the arena holds nobody up
+#ifdef USE_CUDA_GRAPH
+    ctx.last_graph_eviction_sweep = ggml_time_us(); // it took long, perhaps: the graph that is about to be launched stays
+#endif
     state.mailbox->abort   = 0;
     state.mailbox->request = 0;
     for (const expert_span & span : looked_up) {

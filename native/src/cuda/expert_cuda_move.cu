@@ -7,6 +7,7 @@ void expert_cuda_state::move(expert_arena & arena, cudaStream_t stream) {
     for (const auto & [key, slot] : expert_store_move(store, arena, *this, quiet)) {
         slot_key[slot] = key;
         changed.push_back(entry_of(key));
+        slot_key[slot] = changed.back().resident ? key : -1; // it may have left meanwhile
     }
     if (!changed.empty()) {
         apply(changed, stream);

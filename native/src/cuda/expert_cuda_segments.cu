@@ -10,17 +10,18 @@ bool expert_cuda_in_segments() { return in_segments; }
 
 static const int32_t * read_ids(expert_cuda_state & state, const ggml_tensor * ids, cudaStream_t stream) {
     const size_t n_ids = ids->ne[0] * ids->ne[1];
-    if (state.n_ids_segments < n_ids) {
-        (void) cudaFreeHost(state.ids_segments);
-        CUDA_CHECK(cudaHostAlloc((void **) &state.ids_segments, n_ids * sizeof(int32_t), cudaHostAllocPortable));
-        state.n_ids_segments = n_ids;
+    if (state.n_ids_segments < n_ids) { // the smaller ones stay: to free one waits for kernels, also for those that wait
+        state.n_ids_segments = std::max(n_ids, 2 * state.n_ids_segments);
+        state.ids_segments.push_back(nullptr);
+        CUDA_CHECK(
+            cudaHostAlloc((void **) &state.ids_segments.back(), state.n_ids_segments * sizeof(int32_t), cudaHostAllocPortable));
     }
-    const size_t row = ids->ne[0] * sizeof(int32_t);
+    int32_t * const read = state.ids_segments.back();
+    const size_t    row  = ids->ne[0] * sizeof(int32_t);
     GGML_ASSERT(ids->nb[0] == sizeof(int32_t));
-    CUDA_CHECK(
-        cudaMemcpy2DAsync(state.ids_segments, row, ids->data, ids->nb[1], row, ids->ne[1], cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaMemcpy2DAsync(read, row, ids->data, ids->nb[1], row, ids->ne[1], cudaMemcpyDeviceToHost, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream)); // also: kernels of earlier layers have ended, their slots may be taken
-    return state.ids_segments;
+    return read;
 }
 
 // Tensors that nodes [first, last] read from compute buffers and do not make: a second run needs them as they were,

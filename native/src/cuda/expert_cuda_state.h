@@ -37,26 +37,26 @@ struct expert_mailbox {
 
 // Where the experts of one layer are and what the lookup needs to know of it.
 struct expert_cuda_state final : expert_copier {
-    expert_store *        store;
-    int                   device;
-    char *                base;     // of the arena
-    const bool            may_wait; // kernels for the host
-    const uint64_t        lookup_timeout_ns;
-    int64_t *             offsets        = nullptr; // device, [n_keys] bytes from base to the expert's slot, 0: not resident
-    uint8_t *             resident       = nullptr; // device, [n_keys]
-    expert_update *       updates        = nullptr; // device, staging for updates in segments
-    uint32_t *            sequence       = nullptr; // device, number of the last lookup
-    expert_mailbox *      mailbox        = nullptr; // host, mapped
-    int32_t *             ids            = nullptr; // host, mapped, [n_layers][EXPERT_LOOKUP_IDS_MAX] what lookups saw
-    int32_t *             ids_segments   = nullptr; // host, pinned, room for the ids of a batch
-    size_t                n_ids_segments = 0;
-    std::vector<int32_t>  slot_key;       // [slot] what the device's table says is in it, -1: nothing
-    std::vector<int32_t>  in_transit;     // slots of which it names a copy
-    cudaEvent_t           used = nullptr; // the last kernel that reads the arena
-    const void *          user = nullptr; // the context that launched it
-    std::mutex            graph_mutex;    // one graph uses table, mailbox and arena at a time
-    cudaStream_t          moving[2] = {}; // background copies to host memory, to the device
-    std::set<cudaEvent_t> moves;          // their ends
+    expert_store *         store;
+    int                    device;
+    char *                 base;     // of the arena
+    const bool             may_wait; // kernels for the host
+    const uint64_t         lookup_timeout_ns;
+    int64_t *              offsets  = nullptr; // device, [n_keys] bytes from base to the expert's slot, 0: not resident
+    uint8_t *              resident = nullptr; // device, [n_keys]
+    expert_update *        updates  = nullptr; // device, staging for updates in segments
+    uint32_t *             sequence = nullptr; // device, number of the last lookup
+    expert_mailbox *       mailbox  = nullptr; // host, mapped
+    int32_t *              ids      = nullptr; // host, mapped, [n_layers][EXPERT_LOOKUP_IDS_MAX] what lookups saw
+    std::vector<int32_t *> ids_segments;       // host, pinned, the last one with room for the ids of a batch
+    size_t                 n_ids_segments = 0;
+    std::vector<int32_t>   slot_key;       // [slot] what the device's table says is in it, -1: nothing
+    std::vector<int32_t>   in_transit;     // slots of which it names a copy
+    cudaEvent_t            used = nullptr; // the last kernel that reads the arena
+    const void *           user = nullptr; // the context that launched it
+    std::mutex             graph_mutex;    // one graph uses table, mailbox and arena at a time
+    cudaStream_t           moving[2] = {}; // background copies to host memory, to the device
+    std::set<cudaEvent_t>  moves;          // their ends
 
     expert_cuda_state(expert_store * store, int device, char * base);
     ~expert_cuda_state();

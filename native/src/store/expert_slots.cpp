@@ -41,7 +41,8 @@ bool expert_books::copy_to(int32_t slot, char * dest, const void * bytes, uint64
 char * expert_books::transit(int32_t layer, int32_t slot) {
     std::lock_guard<std::mutex> lock(mutex);
     const auto                  found = slot_arena[slot]->transits.find(tables.layer_pool[layer]);
-    return found != slot_arena[slot]->transits.end() ? found->second.take(slot, slot_copy) : nullptr;
+    const bool                  waits = !op.as_they_come; // the device does, for this pass
+    return waits && found != slot_arena[slot]->transits.end() ? found->second.take(slot, slot_copy) : nullptr;
 }
 
 int expert_store_fill(expert_store * store, int32_t slot, const void * bytes, uint64_t n_bytes) {

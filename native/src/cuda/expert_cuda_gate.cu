@@ -1,6 +1,7 @@
 // While a kernel waits for the host, a call that waits for all kernels of the GPU - to free memory, to unlock it - would keep
 // the copies away that the kernel waits for. So graphs whose kernels may wait, and such calls, take turns, in the whole process.
 #include "expert_cuda.h"
+#include "expert_cuda_state.h"
 
 #include <pthread.h>
 

@@ -10,7 +10,8 @@ uint64_t expert_host_chunk_bytes = 256ull << 20;
 
 static const uint64_t TAIL_BYTES = 64 * 1024; // kernels read a little past a row's end: of locked memory
 static const uint64_t PAGE_BYTES = 4096;
-static const int      N_TOUCHING = 4; // threads: each fault zeroes a page
+static const int      N_TOUCHING = 4; // threads for a chunk: each fault zeroes a page
+static const size_t   N_AT_ONCE  = 4; // chunks
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 // Linux 5.14
@@ -93,7 +94,11 @@ void expert_host_slots::start(size_t chunk) {
     if (ended || chunk != chunks.size() || (int32_t) chunk * per_chunk >= n) {
         return;
     }
-    ended = !may_take(chunk_bytes((int32_t) chunk));
+    uint64_t n_bytes = chunk_bytes((int32_t) chunk);
+    for (size_t i = 0; i < chunks.size(); i++) { // those on their way are not taken yet
+        n_bytes += chunks[i].wait_for(std::chrono::seconds(0)) == std::future_status::ready ? 0 : chunk_bytes((int32_t) i);
+    }
+    ended = !may_take(n_bytes);
     if (!ended) { // on a thread of its own if the system has one
         chunks.push_back(std::async(std::launch::async | std::launch::deferred, [=] { return touch_and_lock((int32_t) chunk); }));
     }
@@ -101,7 +106,8 @@ void expert_host_slots::start(size_t chunk) {
 
 bool expert_host_slots::prepare(int32_t slot) {
     const size_t chunk = chunk_of(slot);
-    while (chunks.size() <= chunk && !ended) {
+    const size_t last  = std::max(chunk, std::min(expected, chunk + N_AT_ONCE - 1));
+    while (chunks.size() <= last && !ended) {
         start(chunks.size());
     }
     const bool there = chunk < chunks.size() && chunks[chunk].get();

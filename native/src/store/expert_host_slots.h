@@ -3,6 +3,7 @@
 
 #include "expert_hooks.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <future>
@@ -27,6 +28,8 @@ public:
     // Address space for all. False: there is none.
     bool   reserve();
     char * data(int32_t slot) const;
+    // It will be asked for, with those before it: their memory is got together.
+    void expect(int32_t slot) { expected = std::max(expected, (size_t) chunk_of(slot)); }
     // Waits until the slot's memory is there. False: it can't be had, and nothing that was not there before.
     bool prepare(int32_t slot);
     // The slots whose memory is not there: after prepare() has failed.
@@ -45,8 +48,9 @@ private:
     const expert_lock_t                   lock;
     const void * const                    device_memory;
     const std::function<bool(uint64_t)>   may_take;
-    char *                                base  = nullptr;
-    uint64_t                              size  = 0;
-    bool                                  ended = false; // a chunk could not be had: no more is asked for
-    std::vector<std::shared_future<bool>> chunks;        // those that were asked for: whether they are there
+    char *                                base     = nullptr;
+    uint64_t                              size     = 0;
+    bool                                  ended    = false; // a chunk could not be had: no more is asked for
+    size_t                                expected = 0;     // chunk, and those before it
+    std::vector<std::shared_future<bool>> chunks;           // those that were asked for: whether they are there
 };

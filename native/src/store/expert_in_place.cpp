@@ -48,12 +48,26 @@ int expert_store_add_host_slots(expert_store * store, const char * device, int32
 
 void * expert_store_host_slot(expert_store * store, int32_t slot) { return expert_books_of(store)->host_slot(slot); }
 
+// NULL: it was not one in host memory at first.
+static expert_host_slots * host_slots_of(const expert_books * books, int32_t slot) {
+    for (const auto & host : books->slot_arena[slot]->host) {
+        if (slot >= host->first && slot < host->first + host->n) {
+            return host.get();
+        }
+    }
+    return nullptr;
+}
+
 expert_host_slots * expert_refused(expert_books * books, const std::vector<int32_t> & slots) {
     for (int32_t slot : slots) {
-        for (const auto & host : books->slot_arena[slot]->host) {
-            if (slot >= host->first && slot < host->first + host->n && !host->prepare(slot)) {
-                return host.get();
-            }
+        if (expert_host_slots * const host = host_slots_of(books, slot)) {
+            host->expect(slot);
+        }
+    }
+    for (int32_t slot : slots) {
+        expert_host_slots * const host = host_slots_of(books, slot);
+        if (host && !host->prepare(slot)) {
+            return host;
         }
     }
     return nullptr;

@@ -39,7 +39,8 @@ class TierPlan:
         slot lies in host memory.
         """
         self._counts *= self.KEPT
-        self._counts += np.minimum(freq - self._freq, 1)  # a prompt counts as one token, and so do those between two plans
+        # a prompt counts as one token, and so do the tokens between two plans
+        self._counts += np.minimum(freq - self._freq, 1)
         self._freq[:] = freq
         up[:] = down[:] = NONE
         held = self._slots[owner[self._slots] != NONE]

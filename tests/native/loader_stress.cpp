@@ -207,7 +207,8 @@ static void run_store(uint32_t seed, fake_device ** devices) {
     books         b;
     const int32_t n_reads = chance(50) ? 1 + below(3) : 1 + below(16);
     const int32_t n_parts = chance(30) ? 1 : 1 + below(64);
-    const int     fault   = seed % 8 < BLOCK_FAULTS ? (int) seed % 8 : BLOCK_RIGHT;
+    moves_are_checked     = b.kind == 2;
+    const int fault       = seed % 8 < BLOCK_FAULTS ? (int) seed % 8 : BLOCK_RIGHT;
     for (size_t key = 0; key < blocks.size(); key++) {
         b.blocks[key].check = b.kind;
         if (chance(40)) {
@@ -291,6 +292,7 @@ int main(int argc, char ** argv) {
     check(n_host_hits > 0 && n_withdrawn > 0, "not all was tried in host memory");
     check(n_moved[0] > 0 && n_moved[1] > 0, "no experts moved up, or none down");
     check(n_in_transit > 0, "no experts were copied in transit");
+    check(n_moved_wrong > 0, "no copy to host memory was wrong");
     check(n_taken > 0 && n_chosen > 0 && n_skipped > 0, "not all slots were tried");
     printf(
         "ok: seeds %d to %d, %lld rounds (%lld failed as they must), %lld experts right; %lld read by native, %lld by the "

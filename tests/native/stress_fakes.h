@@ -211,6 +211,9 @@ copy_racing(char * dest, const char * src, size_t n_bytes) {
     }
 }
 
+static bool                 moves_are_checked = false; // of this store
+static std::atomic<int64_t> n_moved_wrong{0};
+
 struct fake_copier final : expert_copier {
     void * start(char * dest, const char * src, uint64_t n_bytes, bool to_device) override {
         check(is_locked(to_device ? src : dest, n_bytes), "host memory of a move is not locked");
@@ -220,6 +223,10 @@ struct fake_copier final : expert_copier {
         return new std::thread([=] {
             nap(50, 3000);
             copy_racing(dest, src, n_bytes);
+            if (!to_device && moves_are_checked && chance(50)) {
+                dest[below((int) n_bytes)] ^= 1;
+                n_moved_wrong++;
+            }
         });
     }
     bool end(void * copy) override {

@@ -53,6 +53,12 @@ static void pause_briefly() {
 
 static std::chrono::steady_clock::time_point now() { return std::chrono::steady_clock::now(); }
 
+bool expert_has_digest(const char * bytes, uint64_t n_bytes, const uint8_t digest[16]) {
+    XXH128_canonical_t found;
+    XXH128_canonicalFromHash(&found, XXH3_128bits(bytes, n_bytes));
+    return memcmp(found.digest, digest, sizeof(found.digest)) == 0;
+}
+
 struct expert_read_parts {
     const expert_read                 read;
     const decltype(now())             started = now();

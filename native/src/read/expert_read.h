@@ -27,6 +27,9 @@ struct expert_read {
     std::function<void(int64_t result, const uint8_t * digest)> ended;
 };
 
+// Whether the xxh3_128 of the bytes, big-endian, is this.
+bool expert_has_digest(const char * bytes, uint64_t n_bytes, const uint8_t digest[16]);
+
 struct expert_read_parts;
 
 class expert_read_pool {

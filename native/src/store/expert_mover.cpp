@@ -2,6 +2,8 @@
 
 #include "expert_books.h"
 
+#include "ggml-impl.h"
+
 #include <algorithm>
 
 // Its expert is there, and it lies on the other side.
@@ -11,13 +13,23 @@ bool expert_mover::may_move(const expert_books & books, int32_t slot, bool up) c
            std::none_of(moves.begin(), moves.end(), [&](const move & move) { return move.slot == slot; });
 }
 
+// What a copy brought to host memory is looked at where every read is: a copy to a device can't be.
+bool expert_mover::is_right(const expert_books & books, const move & move, int64_t key) const {
+    const expert_block & block = books.tables.blocks[key];
+    return move.up || block.check != 2 || expert_has_digest(move.to, slot_bytes, block.digest);
+}
+
 void expert_mover::end(expert_books & books, expert_copier & copier, expert_moved & moved) {
     for (const move & move : moves) {
-        const bool    ok   = copier.end(move.copy);
         const int64_t key  = books.tables.owner[move.slot];
         const bool    same = key >= 0 && books.tables.slot_of[key] == move.slot && books.slot_loads[move.slot] == move.load;
+        bool          ok   = copier.end(move.copy);
         char *        free = move.to;
-        broken             = broken || !ok;
+        if (ok && same && !is_right(books, move, key)) { // where it lies it is
+            GGML_LOG_ERROR("an expert was copied wrong from a device to host memory: none will change places any more\n");
+            ok = false;
+        }
+        broken = broken || !ok;
         if (ok && same) {
             std::swap(books.slot_data[move.slot], free);
             books.slot_copy[move.slot]       = nullptr;

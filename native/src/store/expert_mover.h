@@ -50,6 +50,7 @@ private:
         bool    up;
         void *  copy;
     };
+    bool is_right(const expert_books & books, const move & move, int64_t key) const;
     bool may_move(const expert_books & books, int32_t slot, bool up) const;
     void start_some(expert_books & books, expert_copier & copier, const int32_t * slots, bool up);
 

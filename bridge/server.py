@@ -5,6 +5,7 @@ All arguments go to llama.cpp's own parser, which knows ours too (native/src/ser
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,15 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..pypack.errors import NativeError
-from . import library
+from . import library, openmp
 
 
 def main() -> int:
     """Runs llama-server with this process's arguments and returns its exit status."""
-    _spin_briefly()
     try:
-        library.check_native()
-        run = _native_main()
+        with openmp.short_spin() if _has_pack() else contextlib.nullcontext():
+            library.check_native()
+            run = _native_main()
     except NativeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -37,13 +38,8 @@ def _native_main() -> Callable[[list[bytes], bytes], int]:
     return run
 
 
-def _spin_briefly() -> None:
-    """With a pack, threads of a computation wait for reads. OpenMP lets them spin for milliseconds by default, and the
-    read then waits for a processor. A tenth of that is enough between steps. libgomp looks when it is loaded.
-    """
-    with_pack = "LLAMA_ARG_EXPERT_PACK" in os.environ or any(arg.startswith("--expert-pack") for arg in sys.argv)
-    if with_pack and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = "10000"
+def _has_pack() -> bool:
+    return "LLAMA_ARG_EXPERT_PACK" in os.environ or any(arg.startswith("--expert-pack") for arg in sys.argv)
 
 
 def _give_signals_back() -> None:

@@ -2,9 +2,10 @@
 # Experts in VRAM and in host memory against stock with as much of either: reduced depth, the shapes of published models.
 # Needs root (cap on memory, read-ahead, page cache, zram) and about 110 GB of RAM.
 #   bench/gpu/tier_compare.sh OUTDIR disk|memory|overflow|k3 [SECONDS]
-# disk: DeepSeek-V4-Flash from the disk, 15 % of the experts in VRAM, 15 or 50 % in host memory, both sides under the same cap
-# memory: the same shape, all experts fit into host memory; once with 4 threads, which see as little of the memory's rate as
-#   a desktop has      overflow: Qwen3-30B-A3B, 60 % in VRAM, the rest in host memory      k3: Kimi-K3 from both drives
+#   disk      DeepSeek-V4-Flash from the disk: 15 % of the experts in VRAM, 15 or 50 % in host memory, both sides under the same cap
+#   memory    the same shape, all experts fit into host memory; once with 4 threads, which see as little of its rate as a desktop's
+#   overflow  Qwen3-30B-A3B: 60 % in VRAM, the rest in host memory
+#   k3        Kimi-K3 from both drives
 # OUTDIR/compare.jsonl grows as results come. DSV4_LAYERS, K3_LAYERS, DSV4_SPREAD, K3_SPREAD, QWEN_SPREAD, N_GEN, WARM, ROUNDS
 # and FAST_SIZE may be set, and what compare_functions.sh names.
 set -uo pipefail

@@ -120,7 +120,7 @@ def show(
         temperature = 0.7 if is_sample else 0.0
     common = {"model": str(model), "prompt": prompt, "tokens": tokens, "n_ctx": 512 if is_sample else 1024}
     common |= {"temperature": temperature, "seed": seed}
-    options = {"expert_pack": str(pack.path), "expert_cache": cache or pack.payload_bytes // 4}
+    options = {"expert_pack": str(pack.path), "expert_cache": cache or pack.payload_bytes // 4, "expert_ram": 0}
     with tempfile.TemporaryDirectory() as scratch:
         ours, our_arrays = run_side({**common, "stock": False, "options": options}, Path(scratch))
         show_ours(ours, prompt, tokens, cache)

@@ -189,7 +189,9 @@ class Provider:
         )
         host_bytes = host_budget(ram, layers, self._pack.layers, host_memory_free(), reserve_bytes)
         if device == "CPU":
-            budget_bytes, option = cpu_budget(cache, ram, layers, host_bytes, self._top_k, free_bytes, reserve_bytes)
+            budget_bytes, option = cpu_budget(
+                cache, ram, layers, host_bytes, self._top_k, free_bytes, reserve_bytes, beside_gpu=bool(self._plans)
+            )
             host_bytes = 0
         else:
             budget_bytes = cache_budget(cache, layers, free_bytes, reserve_bytes, device)

@@ -54,7 +54,7 @@ def plan_sides(
     """
     gpu = sizes.vram is not None
     place = "-ngl 99 --cpu-moe, " if gpu else ""
-    packed = {"expert_pack": pack, "expert_cache_reserve": 0, **options}
+    packed = {"expert_pack": pack, "expert_cache_reserve": 0, "expert_ram": 0, **options}
     on_cpu = ALL if gpu else 0
     ours = {**packed, "expert_cache": sizes.cache}
     sides = [

@@ -85,6 +85,7 @@ def missing(out: Path, model: Path, label: str, share: float, steps: int, splits
             "expert_pack": True,
             "expert_cache": int(pack.payload_bytes * share),
             "expert_cache_reserve": 0,
+            "expert_ram": 0,
             "expert_read_splits": n_splits,
             "expert_stage_slots": 16,
         }

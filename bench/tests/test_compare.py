@@ -269,7 +269,7 @@ def test_stock_gets_as_much_vram_as_our_cache_takes() -> None:
     assert by_name["stock-n-cpu-moe"].cpu_layers == 30, "10 of 40 layers' experts are 20 GB"
     assert by_name["stock-ngl"].gpu_layers == 16, "16 of 40 layers of 2.5 GB are 20 GB of experts and a trunk of 20 GB"
     assert by_name["ours"].options["expert_ram"] == 8 * GB
-    assert "expert_ram" not in by_name["ours-no-ram"].options
+    assert by_name["ours-no-ram"].options["expert_ram"] == 0
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1}', "[1]", "[]"])

@@ -61,13 +61,17 @@ def cpu_budget(
     top_k: int,
     free_bytes: int,
     reserve_bytes: int,
+    *,
+    beside_gpu: bool,
 ) -> tuple[int, str]:
     """Bytes of host memory for the slots of ``layers``, which the CPU computes, and the option that said so: ``expert_ram``,
     of which they get ``ram_bytes`` and at least a working set, if that is not 0; else ``expert_cache``.
 
+    ``beside_gpu``: a GPU computes other layers; without one ``"auto"`` of ``expert_ram`` is 0.
+
     Raises UsageError.
     """
-    if is_auto(ram) or parse_size(ram, 1 << 60, "expert_ram") > 0:
+    if beside_gpu if is_auto(ram) else parse_size(ram, 1 << 60, "expert_ram") > 0:
         usable, least = max(0, free_bytes - reserve_bytes), working_set_bytes(layers, top_k)
         whole = free_bytes if is_auto(ram) else parse_size(ram, usable, "expert_ram")
         return (max(ram_bytes, min(whole, least)) if usable >= least else whole), "expert_ram"

@@ -78,14 +78,15 @@ class ExpertOptions:
     expert_cache_reserve: str | int | float = field(default="1GiB", metadata=_row(
         _SIZE, "{SIZE,N%}", "memory that the expert cache leaves free (default: {default})",
         'memory to leave free, in bytes or `"1GiB"`; `"10%"` means of the host\'s free memory'))
-    expert_ram: str | int | float = field(default=0, metadata=_row(
+    expert_ram: str | int | float = field(default="auto", metadata=_row(
         _SIZE_OR_AUTO, "{SIZE,N%,auto}",
         "host memory for experts beside that of GPUs, which read them there in place, and for layers on the CPU: 64GiB, or 60% "
-        "of what is free after the reserve; auto: all of that less a tenth; 0: none, layers on the CPU get --expert-cache "
-        "(default: {default})",
+        "of what is free after the reserve; auto: all of that less a tenth, where a GPU computes experts; 0, or auto without a GPU: "
+        "none, layers on the CPU get --expert-cache (default: {default})",
         'host memory for experts beside that of GPUs, which read them there in place, and for layers on the CPU: bytes, '
-        '`"64GiB"`, or `"60%"` of what is free after the reserve; `"auto"`: all of that less a tenth; 0: none, layers on the CPU '
-        "get `expert_cache`. For GPUs it is page-locked bit by bit, as it is filled"))
+        '`"64GiB"`, or `"60%"` of what is free after the reserve; `"auto"`: all of that less a tenth, where a GPU computes experts; 0, '
+        'or `"auto"` without a GPU: none, layers on the CPU get `expert_cache`. For GPUs it is page-locked bit by bit, as it is '
+        "filled"))
     expert_direct_io: bool = field(default=True, metadata=_row(
         _SWITCH, "", "read experts past the page cache, with O_DIRECT (default: {default})",
         "read with `O_DIRECT`; `False`: through the page cache"))

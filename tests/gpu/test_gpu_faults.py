@@ -25,6 +25,7 @@ def options_for(path: Path, **options: object) -> dict[str, object]:
     return {
         "n_gpu_layers": -1,
         "expert_cache": minimum_budget(open_pack(find_pack(path))),
+        "expert_ram": 0,
         "expert_verify": "every",
         **options,
     }

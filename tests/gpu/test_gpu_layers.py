@@ -38,7 +38,7 @@ def two_gpus() -> None:
 def test_each_gpu_has_a_cache_for_its_layers(tmp_path: Path) -> None:
     path = variant("many-experts", tmp_path)
     least = minimum_budget(open_pack(find_pack(path)))
-    with loaded(path, n_gpu_layers=-1, expert_cache=least, **ON_BOTH) as llm:
+    with loaded(path, n_gpu_layers=-1, expert_cache=least, expert_ram=0, **ON_BOTH) as llm:
         evaluate(llm, [40, 7, *[1] * 8])
         assert llm._provider is not None
         assert sorted(llm._provider.arena_bytes) == ["CUDA0", "CUDA1"]

@@ -15,7 +15,7 @@ from llama_expert_pack.pypack.format.pack import open_pack
 from llama_expert_pack.pypack.source.match import find_pack
 from tests.runtime.packed import evaluate, load, loaded, variant
 
-GPU = {"n_gpu_layers": -1}
+GPU = {"n_gpu_layers": -1, "expert_ram": 0}
 MIB = 1 << 20
 
 
@@ -91,10 +91,32 @@ def test_models_of_one_file_share_the_cache(tmp_path: Path) -> None:
         assert (evaluate(first, batches) == expected).all()
 
 
+def test_what_vram_does_not_hold_lies_in_host_memory_by_default(tmp_path: Path) -> None:
+    path = variant("many-experts", tmp_path)
+    n_experts = open_pack(find_pack(path)).n_keys
+    with loaded(path, n_gpu_layers=-1, expert_cache=least(path)) as llm:
+        for _ in range(3):
+            evaluate(llm, [64, 7, *[1] * 8])
+            llm.reset()
+        assert llm._provider is not None and llm._provider.host_bytes["CUDA0"] > 0
+        stats = llm.expert_stats()
+    assert stats.loads <= n_experts and stats.host_hits > 0, "each was read once"
+
+
+def test_layers_on_the_cpu_share_host_memory_with_those_on_the_gpu(tmp_path: Path) -> None:
+    path = variant("many-experts", tmp_path)
+    pack = open_pack(find_pack(path))
+    with loaded(path, n_gpu_layers=-1, n_cpu_moe=1, expert_cache=least(path)) as llm:
+        assert llm._provider is not None
+        assert sorted(llm._provider.arena_bytes) == ["CPU", "CUDA0"]
+        assert llm._provider.arena_bytes["CPU"] == pack.layers[0].n_expert * pack.layers[0].block_bytes
+        evaluate(llm, [16, 1, 1])
+
+
 @pytest.mark.parametrize("n_gpu_layers", [0, 2])
 def test_layers_on_the_cpu_use_the_host_beside_it(n_gpu_layers: int, tmp_path: Path) -> None:
     path = variant("type-Q8_0", tmp_path)
-    with loaded(path, n_gpu_layers=n_gpu_layers, expert_cache=least(path)) as llm:
+    with loaded(path, n_gpu_layers=n_gpu_layers, expert_cache=least(path), expert_ram=0) as llm:
         evaluate(llm, [16, 1, 1])
         stats = llm.expert_stats()
         assert stats.loads > 0

@@ -21,7 +21,7 @@ SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')
 def test_no_bad_memory_access(name: str, tmp_path: Path) -> None:
     path = VARIANTS[name](tmp_path)
     pack = open_pack(convert(path).path)
-    llama = {"n_gpu_layers": -1, "expert_pack": True, "expert_cache_reserve": 0}
+    llama = {"n_gpu_layers": -1, "expert_pack": True, "expert_cache_reserve": 0, "expert_ram": 0}
     common = {"stock": False, "model": str(path), "batches": [64, 7, 1, 1, 2], "greedy": 8}
     caches = {"resident": pack.payload_bytes, "passes": minimum_budget(pack)}
     jobs = [{**common, "id": kind, "llama": {**llama, "expert_cache": cache}} for kind, cache in caches.items()]

@@ -15,10 +15,10 @@ WAYS = {"lookup": "0", "segments": "1"}
 @pytest.mark.parametrize("way", WAYS)
 def test_a_pack_that_is_overwritten_while_open(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERT_PACK_CUDA_KERNEL_TIMEOUT", WAYS[way])
-    overwrite_while_open(tmp_path, n_gpu_layers=-1)
+    overwrite_while_open(tmp_path, n_gpu_layers=-1, expert_ram=0)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_drive_that_begins_to_lie(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERT_PACK_CUDA_KERNEL_TIMEOUT", WAYS[way])
-    lie_while_open(tmp_path, n_gpu_layers=-1)
+    lie_while_open(tmp_path, n_gpu_layers=-1, expert_ram=0)

@@ -25,7 +25,7 @@ ON_A_DISPLAY = {"EXPERT_PACK_CUDA_KERNEL_TIMEOUT": "1"}
 
 
 def least(path: Path) -> dict[str, int]:
-    return {"n_gpu_layers": -1, "expert_cache": minimum_budget(open_pack(find_pack(path)))}
+    return {"n_gpu_layers": -1, "expert_cache": minimum_budget(open_pack(find_pack(path))), "expert_ram": 0}
 
 
 def slow(fd: int, buffer: memoryview, offset: int) -> int:

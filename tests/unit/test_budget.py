@@ -229,14 +229,16 @@ def test_plans_with_host_memory(
 def test_layers_on_the_cpu_get_a_working_set_of_expert_ram() -> None:
     layers = make_layers([(256, MIB), (256, MIB)])
 
-    def of(cache: Any, ram: Any, share: int = 0) -> tuple[int, str]:
-        return cpu_budget(cache, ram, layers[:1], share, 8, 4 * GIB, GIB)
+    def of(cache: Any, ram: Any, share: int = 0, beside_gpu: bool = True) -> tuple[int, str]:
+        return cpu_budget(cache, ram, layers[:1], share, 8, 4 * GIB, GIB, beside_gpu=beside_gpu)
 
     assert of("100MiB", 0) == of("100MiB", "0") == of("100MiB", "0%") == (100 * MIB, "expert_cache")
     assert of("100MiB", "64MiB", 32 * MIB) == (32 * MIB, "expert_ram")
     assert of("100MiB", "64MiB", 2 * MIB) == (8 * MIB, "expert_ram"), "a working set"
     assert of("100MiB", "6MiB", 3 * MIB) == (6 * MIB, "expert_ram"), "never more than was given"
     assert of("100MiB", "auto", 2 * MIB) == (8 * MIB, "expert_ram")
+    assert of("100MiB", "auto", 2 * MIB, beside_gpu=False) == (100 * MIB, "expert_cache"), "alone it is one memory"
+    assert of("100MiB", "64MiB", 32 * MIB, beside_gpu=False) == (32 * MIB, "expert_ram"), "as was said"
     with pytest.raises(BudgetError, match=r"expert_ram comes to 6 MiB.* raise expert_ram"):
         plan_pools(layers[:1], 6 * MIB, 8, free_bytes=GIB, option="expert_ram")
 

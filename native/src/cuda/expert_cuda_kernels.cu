@@ -221,8 +221,9 @@ void * expert_cuda_proc(const char * name) {
 // Where a GPU drives a display, the driver ends kernels after a few seconds, and the process's context with them; a kernel
 // that waits for the host takes as long as a read with its retries. EXPERT_PACK_CUDA_KERNEL_TIMEOUT=1 makes any GPU such a one.
 static bool kernels_may_wait(int device) {
-    int limited = 0;
-    CUDA_CHECK(cudaDeviceGetAttribute(&limited, cudaDevAttrKernelExecTimeout, device));
+    int       limited  = 0;
+    const int physical = ggml_cuda_info().devices[device].physical_device;
+    CUDA_CHECK(cudaDeviceGetAttribute(&limited, cudaDevAttrKernelExecTimeout, physical));
     const char * forced = getenv("EXPERT_PACK_CUDA_KERNEL_TIMEOUT");
     return !limited && !(forced && atoi(forced) != 0);
 }

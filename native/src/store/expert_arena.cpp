@@ -167,14 +167,14 @@ expert_arena * expert_store_open_arena(expert_store * store, ggml_backend_dev_t 
     return expert_find_arena(books, dev);
 }
 
+static bool is_gpu(ggml_backend_dev_t dev) { return dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU; }
+
 int expert_store_open_arenas(expert_store * store) {
     if (is_gone(expert_books_of(store)) || !expert_store_loaded(store)) {
         return 0;
     }
-    for (ggml_backend_dev_t dev : store->layer_dev) {
-        if (dev && !expert_store_open_arena(store, dev)) {
-            return 0;
-        }
-    }
-    return 1;
+    std::vector<ggml_backend_dev_t> devices(store->layer_dev.begin(), store->layer_dev.end());
+    std::stable_partition(devices.begin(), devices.end(), is_gpu); // what the CPU's layers get depends on there being one
+    return std::all_of(
+        devices.begin(), devices.end(), [&](ggml_backend_dev_t dev) { return !dev || expert_store_open_arena(store, dev); });
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import inspect
 import logging
 import os
@@ -13,11 +14,13 @@ from typing import Any
 from weakref import WeakSet
 
 from ..pypack.errors import DecodeError, UsageError
+from ..pypack.gguf.model import read_model
 from ..pypack.stats.counters import ExpertStats
 from ..pypack.values.checks import check_count
 from ..pypack.values.option_tables import keyword_lines, with_keywords
 from ..pypack.values.options import OPTIONS, ExpertOptions, is_pack
 from . import garbage, interrupts, library
+from .batch_sizes import context_bytes
 from .buffer_overrides import set_cpu_experts
 from .cpu_layers import first_blocks_on_cpu
 from .model_pack import open_checked, working_set
@@ -31,6 +34,8 @@ from .shared_pack import SharedPack  # noqa: E402
 
 BLOCKS_MAX = 1024
 NONE, LAYER = llama_cpp.LLAMA_SPLIT_MODE_NONE, llama_cpp.LLAMA_SPLIT_MODE_LAYER
+_CHOOSES_BATCHES = ("n_batch", "n_ubatch")
+_NEEDS_ALL_OUTPUTS = ("embedding", "logits_all", "draft_model", "vocab_only")
 _KNOWN = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"self", "kwargs"}
 
 
@@ -84,6 +89,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
     Args:
         model_path: the GGUF; its first shard if it is split.
         n_cpu_moe: so many blocks, from the first on, compute their experts on the CPU, as with llama-server's --n-cpu-moe.
+        n_batch, n_ubatch: with a pack and neither of them given, as many as memory allows beside the experts, 8192 at most:
+            a prompt reads the experts once for each ``n_ubatch`` tokens.
         expert_...: the options in pypack/values/options.py.
         **llama_kwargs: as for ``llama_cpp.Llama``; unlike there, unknown ones are refused.
 
@@ -106,6 +113,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         if unknown:
             raise TypeError(f"Llama() got unknown keyword arguments: {', '.join(unknown)}")
         self._provider: Provider | None = None
+        self._batch_is_ours = False  # to choose
         self._may_share = False  # a pack with other models: it has to be left
         self._must_replay = False
         self._batch_ends: list[int] = []  # token counts at which the evaluated batches ended, rising
@@ -125,6 +133,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
             if self._provider is not None:
                 self._watch_decode(self._provider)
                 with interrupts.held_back(), garbage.held_back():
+                    self._provider.n_ubatch = max(self._provider.n_ubatch, int(self.context_params.n_ubatch))
                     shared.loaded(has_weights=not llama_kwargs.get("vocab_only", False))
                 if self.verbose and self._provider.arena_bytes:
                     print(self._provider.summary(), file=sys.stderr)
@@ -154,7 +163,25 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         self._provider = shared.provider
         if llama_kwargs.get("use_mlock", False):
             llama_kwargs["use_mmap"] = False  # locking a mapping would lock the experts in it
+        if not any(llama_kwargs.get(name) for name in (*_CHOOSES_BATCHES, *_NEEDS_ALL_OUTPUTS)):
+            self._batch_is_ours = True
+            if llama_kwargs.get("n_ctx") == 0:  # as long as the model's
+                metadata = read_model(model_path).metadata
+                length = metadata.get(f"{pack.manifest.model.architecture}.context_length")
+                self._batch_is_ours = isinstance(length, int)
+                llama_kwargs["n_ctx"] = length if self._batch_is_ours else 0
         return shared
+
+    def _choose_batch(self) -> None:
+        """The model is loaded, the context not made yet."""
+        assert self._provider is not None
+        params = self.context_params
+        model, address = ctypes.cast(self._model.model, ctypes.c_void_p).value or 0, ctypes.addressof(params)
+        n_outputs = params.n_batch  # as many as there are without us; llama.cpp reserves logits for each
+        params.n_outputs_max = n_outputs
+        chosen = self._provider.plan_batch(params.n_ctx, lambda n: context_bytes(model, address, n))
+        self.n_batch = params.n_batch = params.n_ubatch = chosen
+        params.n_outputs_max = min(n_outputs, chosen)
 
     def expert_stats(self) -> ExpertStats:
         """What the expert cache has counted since the model was loaded, or the first of those that share it.
@@ -240,6 +267,21 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "n_cpu_moe": self._n_cpu_moe, **self._expert_args}
+
+    # llama_cpp assigns it when it has loaded it, and makes the context afterwards
+    @property
+    def _model(self) -> Any:
+        try:
+            return vars(self)["_model"]
+        except KeyError:
+            raise AttributeError("_model") from None
+
+    @_model.setter
+    def _model(self, model: Any) -> None:
+        self.__dict__["_model"] = model
+        if self._batch_is_ours:
+            self._batch_is_ours = False
+            self._choose_batch()
 
     # llama_cpp assigns the parameters once and loads the model with them; this is the only place to change them.
     @property

@@ -10,14 +10,22 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from ..pypack.drive.reader import Reader
 from ..pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
-from ..pypack.format.layout import Layer
+from ..pypack.format.layout import Layer, payload_bytes
 from ..pypack.format.pack import Pack
-from ..pypack.placement.budget import PoolPlan, cache_budget, cpu_budget, host_budget, plan_pools
+from ..pypack.placement.batch import Held, choose_batch, pass_bytes
+from ..pypack.placement.budget import (
+    PoolPlan,
+    cache_budget,
+    cpu_budget,
+    host_budget,
+    plan_pools,
+    working_set_bytes,
+)
 from ..pypack.placement.cache import ExpertCache
 from ..pypack.policy import make_policy
 from ..pypack.printable import printable
@@ -28,6 +36,7 @@ from ..pypack.trace.format import encode_header
 from ..pypack.values.options import ExpertOptions
 from ..pypack.values.sizes import parse_size
 from ._provider import ffi, lib
+from .batch_sizes import DeviceBytes
 from .callbacks import callbacks_of, last_error, text_of
 from .library import build_info
 from .native_tables import SharedCounters, describe_blocks, describe_layers, share_tables
@@ -64,6 +73,7 @@ class Provider:
         self.arena_bytes: dict[str, int] = {}  # by device
         self.host_bytes: dict[str, int] = {}  # that it reads in place
         self._plans: list[PoolPlan] = []
+        self.n_ubatch = 0  # tokens of a batch at most, of all models
         self.counters = SharedCounters()
         self.cache = ExpertCache(pack.layers, make_policy(options.expert_policy), self.counters)
         self._check_budget()
@@ -88,6 +98,45 @@ class Provider:
         """Another model of the file is to be loaded on this thread. Raises :class:`NativeError`."""
         if not lib.expert_store_begin_load(self._store):
             raise NativeError(last_error())
+
+    def plan_batch(self, most: int, measure: Callable[[int], dict[str, DeviceBytes]]) -> int:
+        """Tokens that prompts of the model that was loaded last are computed in at a time, ``most`` at most.
+
+        ``measure``: what is free on each device, and what a context with batches of so many tokens takes of it. Before the context
+        is made. Raises :class:`ExpertPackError`.
+        """
+        if not lib.expert_store_loaded(self._store):
+            raise UsageError(last_error())
+        layers: dict[str, list[Layer]] = {}
+        for layer in self._pack.layers:
+            device = lib.expert_store_device(self._store, layer.index)
+            if device != ffi.NULL:
+                layers.setdefault(text_of(device), []).append(layer)
+        whole = sum(payload_bytes(of_device) for of_device in layers.values())
+        return choose_batch(most, whole, lambda n: self._held(layers, measure(n), n))
+
+    def _held(self, layers: dict[str, list[Layer]], found: dict[str, DeviceBytes], n_ubatch: int) -> Held | None:
+        """What the experts have beside such a context; None if there is no room for it, or then none for them."""
+        host_free = host_memory_free() - found["CPU"].taken if "CPU" in found else 0
+        on_devices: list[int] = []
+        everywhere = 0
+        for device, of_device in layers.items():
+            if device not in found:
+                return None
+            free = host_free if device == "CPU" else found[device].free - found[device].taken
+            free -= self._pass_bytes(device, of_device, n_ubatch)
+            budget = self._budget(of_device, device, free, host_free, beside_gpu=set(layers) != {"CPU"})
+            here = min(budget.n_bytes, free - self._reserve_bytes)
+            if device in self.arena_bytes:  # another model has opened it
+                here = self.arena_bytes[device] if free >= self._reserve_bytes else -1
+            if here < working_set_bytes(of_device, self._top_k):
+                return None
+            on_devices.append(here)
+            everywhere += min(here + budget.host_bytes, payload_bytes(of_device))
+        return Held(tuple(on_devices), everywhere)
+
+    def _pass_bytes(self, device: str, layers: Sequence[Layer], n_ubatch: int) -> int:
+        return 0 if device == "CPU" else pass_bytes(layers, self._top_k, n_ubatch)
 
     def open_arenas(self, has_weights: bool = True) -> None:
         """Ends the load, and opens the arenas of the model's devices that are not open yet.
@@ -127,7 +176,11 @@ class Provider:
         whole = f"{pack.n_keys} experts of {len(pack.layers)} layers, {_gib(pack.payload_bytes)}"
         places = ", ".join(text for plan in self._plans for text in _places(plan, pack.n_keys))
         how = "O_DIRECT" if options.expert_direct_io else "the page cache"
-        return f"expert pack {printable(pack.path)}: {whole}; room for {places}; policy {options.expert_policy}; read with {how}"
+        batches = f"; prompts in batches of {self.n_ubatch} tokens" if self.n_ubatch else ""
+        return (
+            f"expert pack {printable(pack.path)}: {whole}; room for {places}{batches}; policy {options.expert_policy}; "
+            f"read with {how}"
+        )
 
     def take_error(self) -> str:
         """Why a computation on this thread has failed since this was last asked, one sentence; "" if none has."""
@@ -158,6 +211,7 @@ class Provider:
         ``free_bytes``: what native knows of the device. Raises :class:`ExpertPackError`.
         """
         described = [self._pack.layers[index] for index in layers]
+        free_bytes -= self._pass_bytes(device, described, self.n_ubatch)
         plan = self._plan(described, host_memory_free() if device == "CPU" else free_bytes, device)
         self._add_arena(plan)
         self._add_host_slots(plan)
@@ -180,30 +234,31 @@ class Provider:
             self._options.expert_ram,
         )
 
-    def _plan(self, layers: Sequence[Layer], free_bytes: int, device: str) -> PoolPlan:
-        cache, ram, reserve_bytes, option = (
-            self._options.expert_cache,
-            self._options.expert_ram,
-            self._reserve_bytes,
-            "expert_cache",
+    def _budget(
+        self, layers: Sequence[Layer], device: str, free_bytes: int, host_free: int, *, beside_gpu: bool
+    ) -> _Budget:
+        """For a device that has ``free_bytes`` while the host has ``host_free``."""
+        cache, ram, reserve_bytes = self._options.expert_cache, self._options.expert_ram, self._reserve_bytes
+        host_bytes = host_budget(ram, layers, self._pack.layers, host_free, reserve_bytes)
+        if device != "CPU":
+            n_bytes = cache_budget(cache, layers, free_bytes, reserve_bytes, device)
+            return _Budget(n_bytes, host_bytes, "expert_cache")
+        n_bytes, option = cpu_budget(
+            cache, ram, layers, host_bytes, self._top_k, free_bytes, reserve_bytes, beside_gpu=beside_gpu
         )
-        host_bytes = host_budget(ram, layers, self._pack.layers, host_memory_free(), reserve_bytes)
-        if device == "CPU":
-            budget_bytes, option = cpu_budget(
-                cache, ram, layers, host_bytes, self._top_k, free_bytes, reserve_bytes, beside_gpu=bool(self._plans)
-            )
-            host_bytes = 0
-        else:
-            budget_bytes = cache_budget(cache, layers, free_bytes, reserve_bytes, device)
+        return _Budget(n_bytes, 0, option)
+
+    def _plan(self, layers: Sequence[Layer], free_bytes: int, device: str) -> PoolPlan:
+        budget = self._budget(layers, device, free_bytes, host_memory_free(), beside_gpu=bool(self._plans))
         return plan_pools(
             layers,
-            budget_bytes,
+            budget.n_bytes,
             self._top_k,
             device,
             free_bytes=free_bytes,
-            reserve_bytes=reserve_bytes,
-            host_bytes=host_bytes,
-            option=option,
+            reserve_bytes=self._reserve_bytes,
+            host_bytes=budget.host_bytes,
+            option=budget.option,
         )
 
     def _add_arena(self, plan: PoolPlan) -> None:
@@ -298,6 +353,14 @@ class Provider:
         return lib.expert_store_create(
             os.fsencode(model_path), describe_layers(layers, self._on_cpu), len(layers), tables, callbacks
         )
+
+
+class _Budget(NamedTuple):
+    """Bytes for a device's experts, there and in host memory beside it, and the option that the first follows from."""
+
+    n_bytes: int
+    host_bytes: int
+    option: str
 
 
 def _places(plan: PoolPlan, n_experts: int) -> Iterator[str]:

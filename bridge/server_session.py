@@ -21,6 +21,7 @@ from ..pypack.stats.stats_file import StatsWriter
 from ..pypack.values.flags import flag_help, flag_off, flag_variable, values_of_flags, with_flags
 from ..pypack.values.options import OPTIONS, ExpertOptions, is_pack
 from ._server import ffi, lib
+from .batch_sizes import context_bytes
 from .cpu_layers import layers_on_cpu
 from .model_pack import gpu_layers, open_checked, working_set
 from .outputs import TraceFile, check_outputs, path_of_child
@@ -37,7 +38,7 @@ def run(arguments: list[bytes], executable: bytes) -> int:
     flags = _flags()
     launcher = ffi.new("expert_launcher *")
     launcher.flags, launcher.n_flags = flags, len(flags)
-    for name in ("open_pack", "cache_room", "open_arenas", "close_pack", "why_failed"):
+    for name in ("open_pack", "cache_room", "choose_batch", "open_arenas", "close_pack", "why_failed"):
         setattr(launcher, name, getattr(lib, f"expert_launcher_{name}"))
     return int(lib.expert_server_main(len(strings), argv, path, launcher))
 
@@ -89,6 +90,13 @@ class _Session:
         """Bytes that fitting must leave on a device that gets this share of the layers."""
         return cache_room(self.options.expert_cache, int(share * self._fitted_bytes), free_bytes)
 
+    def choose_batch(self, model: int, params: int, least: int, most: int) -> int:
+        """Tokens of a physical batch for a context of the model with these parameters (addresses), from least to most."""
+        provider = self.provider
+        chosen = provider.plan_batch(most, lambda n: context_bytes(model, params, n)) if most > least else least
+        provider.n_ubatch = max(least, chosen)
+        return provider.n_ubatch
+
     def info(self) -> str:
         """For /props."""
         layers = self.pack.layers
@@ -101,6 +109,7 @@ class _Session:
                 "cache_bytes": self.provider.arena_bytes,
                 "host_bytes": self.provider.host_bytes,
                 "cache_slots": self.provider.cache.n_slots,
+                "n_ubatch": self.provider.n_ubatch,
                 "policy": self.options.expert_policy,
                 "verify": self.options.expert_verify,
                 "direct_io": self.options.expert_direct_io,
@@ -189,6 +198,17 @@ def expert_launcher_open_pack(request: Any, opened: Any) -> int:
 @ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
 def expert_launcher_cache_room(free_bytes: int, share: float) -> int:
     return 0 if _session is None else _session.cache_room(free_bytes, share)
+
+
+@ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
+def expert_launcher_choose_batch(model: Any, params: Any, least: int, most: int) -> int:
+    assert _session is not None
+    try:
+        model, params = (int(ffi.cast("uintptr_t", pointer)) for pointer in (model, params))
+        return _session.choose_batch(model, params, least, most)
+    except Exception:  # open_arenas() will say what is wrong, if it is
+        _log.exception("the size of batches could not be chosen")
+        return least
 
 
 @ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]

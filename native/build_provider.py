@@ -23,6 +23,7 @@ extern "Python" int expert_pack_withdraw(void *, const int32_t *, int32_t);
     "_server": """
 extern "Python" int expert_launcher_open_pack(const expert_request *, expert_opened *);
 extern "Python" uint64_t expert_launcher_cache_room(uint64_t, double);
+extern "Python" uint32_t expert_launcher_choose_batch(const void *, const void *, uint32_t, uint32_t);
 extern "Python" int expert_launcher_open_arenas(expert_opened *);
 extern "Python" void expert_launcher_close_pack(void);
 extern "Python" const char * expert_launcher_why_failed(void);

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 // cffi: begin
-#define EXPERT_ABI_VERSION 9
+#define EXPERT_ABI_VERSION 10
 #define EXPERT_MAX_ROLES 8
 #define EXPERT_NAME_BYTES 128
 #define EXPERT_NEXT_SLOTS 64
@@ -151,6 +151,8 @@ int expert_store_loaded(expert_store * store);
 void expert_store_not_loaded(expert_store * store);
 // How many of the described weights the load under way, or the last, took from this store.
 int32_t expert_store_n_claimed(const expert_store * store);
+// The ggml name of the device that computes a layer, once the model is loaded; NULL: none does.
+const char * expert_store_device(const expert_store * store, int32_t layer);
 
 // Gives `device` an arena of n_bytes, in which slots[i] lies offsets[i] bytes from the start. It starts zeroed. Reads for a
 // device land in expert_tables.n_reads buffers first, which *pinned says are page-locked: pageable ones are slower to copy

@@ -5,9 +5,10 @@
 //   1. expert_server_main() is llama-server's main. The launcher's flags become arguments of llama.cpp's own parser.
 //   2. A model is about to be loaded: open_pack(), with the flags that were given. Without a pack it ends there.
 //   3. llama.cpp fits the model into what is free: cache_room() says what the cache needs on each device.
-//   4. All that takes memory is loaded: open_arenas().
-//   5. The model was freed, at the end or to sleep: close_pack(). Loading it again begins with 2.
-//   6. A decode failed: why_failed() says whether an expert could not be brought in.
+//   4. The model is loaded: choose_batch(). Its context is made with the answer.
+//   5. All that takes memory is loaded: open_arenas().
+//   6. The model was freed, at the end or to sleep: close_pack(). Loading it again begins with 2.
+//   7. A decode failed: why_failed() says whether an expert could not be brought in.
 #ifndef EXPERT_SERVER_H
 #define EXPERT_SERVER_H
 
@@ -62,6 +63,8 @@ typedef struct expert_launcher {
     int (*open_pack)(const expert_request * request, expert_opened * opened);
     // Bytes that the cache will need on a device that has free_bytes and gets this share, 0 to 1, of what is divided.
     uint64_t (*cache_room)(uint64_t free_bytes, double share);
+    // Tokens of a physical batch for a context of this llama_model with these llama_context_params, from least to most.
+    uint32_t (*choose_batch)(const void * model, const void * params, uint32_t least, uint32_t most);
     int (*open_arenas)(expert_opened * opened);
     void (*close_pack)(void);
     const char * (*why_failed)(void); // one sentence, "" if the failure was none of ours

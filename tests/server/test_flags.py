@@ -69,6 +69,23 @@ def test_experts_on_the_cpu(flags: list[str], tmp_path: Path, model: Path) -> No
         assert server.text("hello") == packed
 
 
+@pytest.mark.parametrize(
+    ("flags", "n_ubatch"), [([], 1024), (["-ub", "200"], 200), (["--batch-size", "2048"], 512)], ids=["none", "ub", "b"]
+)
+def test_batches_are_chosen_unless_they_are_given(
+    flags: list[str], n_ubatch: int, tmp_path: Path, model: Path, quarter: list[str]
+) -> None:
+    with serving(tmp_path, model, *quarter, *flags, "--metrics") as server:
+        assert server.get("/props")["expert_pack"]["n_ubatch"] == n_ubatch
+        assert f"prompts in batches of {n_ubatch} tokens" in server.log
+        before = server.counter("lookups_total")
+        status, answer = server.complete([1] * 500, 1)
+        n_batches = -(-500 // n_ubatch)
+        assert status == 200 and answer["timings"]["prompt_n"] == 500
+        # one for each of four layers and batch, but the last layer of those whose outputs nobody wants
+        assert server.counter("lookups_total") - before == 4 * n_batches - (n_batches - 1)
+
+
 def test_without_a_pack_it_is_stock(tmp_path: Path, model: Path) -> None:
     with serving(tmp_path, model, "--expert-pack", "none", "--expert-cache", "1MiB", "--metrics") as server:
         assert "expert_pack" not in server.get("/props")

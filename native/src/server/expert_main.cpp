@@ -3,14 +3,29 @@
 #include "expert_signals.h"
 
 #include <clocale>
+#include <cstdlib>
+#include <cstring>
 
 int llama_server(int argc, char ** argv);
 
+// llama.cpp's parser does not tell a default that was given from one that was not.
+static bool gives_batch(int argc, char ** argv) {
+    for (const char * flag : {"-b", "--batch-size", "-ub", "--ubatch-size", "--batch_size", "--ubatch_size"}) {
+        for (int i = 1; i < argc; i++) {
+            if (strcmp(argv[i], flag) == 0) {
+                return true;
+            }
+        }
+    }
+    return getenv("LLAMA_ARG_BATCH") || getenv("LLAMA_ARG_UBATCH");
+}
+
 int expert_server_main(int argc, char ** argv, const char * executable, const expert_launcher * launcher) {
     std::setlocale(LC_ALL, "C"); // as a C++ program starts; the launcher's language has set another
-    expert_server_state::get().launcher   = launcher;
-    expert_server_state::get().executable = executable;
-    const int status                      = llama_server(argc, argv);
+    expert_server_state::get().launcher    = launcher;
+    expert_server_state::get().executable  = executable;
+    expert_server_state::get().batch_given = gives_batch(argc, argv);
+    const int status                       = llama_server(argc, argv);
     expert_signals_end();
     return status;
 }

@@ -6,6 +6,8 @@
 #include <vector>
 
 struct common_params;
+struct llama_context_params;
+struct llama_model;
 
 // Patterns of the tensors that the user places, one a line.
 std::string expert_override_patterns(const common_params & params);
@@ -14,6 +16,9 @@ std::string expert_integer_overrides(const common_params & params);
 // The router's name for the model.
 std::string expert_child_name(const common_params & params);
 bool        expert_has_gpu(const common_params & params);
+
+// The largest physical batch that may be chosen; that of cparams: the user has chosen.
+uint32_t expert_batch_max(const common_params & params, const llama_model * model, const llama_context_params & cparams);
 
 struct expert_device_share {
     uint64_t free_bytes;

@@ -21,6 +21,7 @@ public:
     // Set before upstream's main runs.
     const expert_launcher * launcher = nullptr;
     std::string             executable;
+    bool                    batch_given = false; // the user chose the size of batches
     // What the launcher's flags were set to, by their index.
     std::array<std::optional<std::string>, EXPERT_FLAGS_MAX> flags;
 

@@ -7,6 +7,7 @@
 #include "common.h"
 #include "log.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <sstream>
 
@@ -124,10 +125,14 @@ std::vector<size_t> expert_session::fit_target(const common_params & params) con
     return target;
 }
 
-void expert_session::loaded() {
-    if (is_open) {
-        expert_store_loaded(expert_server_state::get().store());
+void expert_session::loaded(const common_params & params, const llama_model * model, llama_context_params & cparams) {
+    expert_server_state & state = expert_server_state::get();
+    if (!is_open || !expert_store_loaded(state.store())) {
+        return; // open_arenas() says why not
     }
+    const uint32_t most = state.batch_given ? cparams.n_ubatch : expert_batch_max(params, model, cparams);
+    cparams.n_ubatch    = state.launcher->choose_batch(model, &cparams, cparams.n_ubatch, most);
+    cparams.n_batch     = std::max(cparams.n_batch, cparams.n_ubatch);
 }
 
 expert_session::~expert_session() {

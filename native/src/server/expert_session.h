@@ -8,6 +8,8 @@
 
 struct common_arg;
 struct common_params;
+struct llama_context_params;
+struct llama_model;
 struct llama_model_params;
 
 // The launcher's flags, for llama.cpp's parser.
@@ -26,8 +28,8 @@ public:
     bool open(const common_params & params, llama_model_params & mparams);
     // Memory that fitting must leave free on each device: the user's and the cache's.
     std::vector<size_t> fit_target(const common_params & params) const;
-    // The model is loaded: no other may take its experts.
-    void loaded();
+    // The model is loaded: no other may take its experts. Chooses the batches of its context, where the user did not.
+    void loaded(const common_params & params, const llama_model * model, llama_context_params & cparams);
 
 private:
     bool is_open = false;

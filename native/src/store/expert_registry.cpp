@@ -182,6 +182,11 @@ bool expert_store_claim(const expert_ref & ref, ggml_backend_dev_t dev) {
 
 int32_t expert_store_n_claimed(const expert_store * store) { return (int32_t) expert_books_of(store)->claimed.size(); }
 
+const char * expert_store_device(const expert_store * store, int32_t layer) {
+    ggml_backend_dev_t dev = layer >= 0 && layer < (int32_t) store->layers.size() ? store->layer_dev[layer] : nullptr;
+    return dev ? ggml_backend_dev_name(dev) : nullptr;
+}
+
 // Where a layer has slots, other models compute with it, perhaps now: nothing of it is written.
 static bool settle_devices(expert_books * books) {
     for (size_t l = 0; l < books->layers.size(); l++) {

@@ -49,11 +49,12 @@ def expert_pack_open_arena(user: Any, device: Any, free_bytes: int, layers: Any,
 
 @ffi.def_extern(error=0)  # type: ignore[untyped-decorator, unused-ignore]
 def expert_pack_choose_slots(
-    user: Any, layer: int, missing: Any, n_missing: int, active: Any, n_active: int, slots: Any
+    user: Any, layer: int, missing: Any, n_missing: int, active: Any, n_active: int, kept_layer: int, slots: Any
 ) -> int:
     provider: Provider = ffi.from_handle(user)
     try:
-        taken = provider.cache.choose_slots(layer, ffi.unpack(missing, n_missing), ffi.unpack(active, n_active))
+        wanted, here = ffi.unpack(missing, n_missing), ffi.unpack(active, n_active)
+        taken = provider.cache.choose_slots(layer, wanted, here, kept_layer)
     except Exception as error:
         provider.keep(error)
         return 0

@@ -13,7 +13,7 @@ import cffi
 CALLBACKS = {
     "_provider": """
 extern "Python" int expert_pack_open_arena(void *, const char *, uint64_t, const int32_t *, int32_t);
-extern "Python" int expert_pack_choose_slots(void *, int32_t, const int32_t *, int32_t, const int32_t *, int32_t, int32_t *);
+extern "Python" int expert_pack_choose_slots(void *, int32_t, const int32_t *, int32_t, const int32_t *, int32_t, int32_t, int32_t *);
 extern "Python" void expert_pack_prepare(void *, int32_t, const int32_t *, int32_t);
 extern "Python" void expert_pack_read(void *, int32_t, int32_t, int32_t);
 extern "Python" int expert_pack_may_take(void *, uint64_t);

@@ -116,9 +116,9 @@ typedef struct expert_provider {
     int (*open_arena)(void * user, const char * device, uint64_t free_bytes, const int32_t * layers, int32_t n_layers);
     // Choose slots for missing[] without touching those of active[] (which includes missing[]), clear slot_of of
     // what they held, set reserved_slot and owner, and write the slots to slots[n_missing]. n_missing never exceeds what fits
-    // beside the rest of active[].
+    // beside the rest of active[]. kept_layer: all experts of this layer stay too, a device computes with them; -1: none.
     int (*choose_slots)(void * user, int32_t layer, const int32_t * missing, int32_t n_missing, const int32_t * active,
-        int32_t n_active, int32_t * slots);
+        int32_t n_active, int32_t kept_layer, int32_t * slots);
     // The experts of fetched[] have got slots, and their reads have started: choose next_slots of their pool anew.
     void (*prepare)(void * user, int32_t layer, const int32_t * fetched, int32_t n_fetched);
     // Start to read a fetched expert into its slot, and return. From any thread. Ends in commit or fail, in any case.

@@ -74,16 +74,22 @@ class ExpertCache(Tables):
             self.n_slots += plan.n_slots
             return first
 
-    def choose_slots(self, layer: int, missing: Sequence[int], active: Sequence[int]) -> list[int]:
+    def choose_slots(
+        self, layer: int, missing: Sequence[int], active: Sequence[int], kept_layer: int = NONE
+    ) -> list[int]:
         """Take a slot for each expert of ``missing``, in order; all of them or none. They are loading now.
 
-        ``missing``, ``active``: expert numbers of the layer; arrays are fine. Experts of ``active`` and slots still
-        loading are never evicted. Raises ValueError if an expert is out of range, repeated, or has a slot already;
+        ``missing``, ``active``: expert numbers of the layer; arrays are fine. Experts of ``active``, all of the layer
+        ``kept_layer``, and slots still loading are never evicted. Raises ValueError if an expert is out of range, repeated, or has a slot already;
         :class:`BudgetError` if the pool cannot hold them.
         """
         with self._lock:
             keys = self._keys(layer, missing)
             kept = self.reserved_slot[self._keys(layer, active)]
+            if kept_layer != NONE and self.layer_pool[kept_layer] == self.layer_pool[layer]:
+                other = self._layers[kept_layer]
+                of_other = self.reserved_slot[other.first_key : other.first_key + other.n_expert]
+                kept = np.concatenate((kept, of_other))
             if len(set(keys.tolist())) != len(keys) or (self.reserved_slot[keys] != NONE).any():
                 raise ValueError(f"experts {list(missing)} of layer {layer} are repeated, or have a slot already")
             if self.layer_pool[layer] == NONE:

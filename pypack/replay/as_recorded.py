@@ -50,6 +50,7 @@ def replay_as_recorded(trace: Trace, policy: Policy, pools: Sequence[Pool] | Non
 
 def _replay_session(trace: Trace, cache: ReplayCache, keys: NDArray[np.intp], first: int, last: int) -> None:
     now = 0
+    ahead: dict[int, NDArray[np.intp]] = {}  # by layer: keys fetched before its acquire, where they count as missing
     failed_early: list[int] = []  # keys whose reads ended before their fetch was recorded
     for i in range(first, last):
         kind, number, layer = trace.kind[i], int(trace.number[i]), int(trace.layer[i])
@@ -58,6 +59,9 @@ def _replay_session(trace: Trace, cache: ReplayCache, keys: NDArray[np.intp], fi
             now += 1
             there = cache.count(wanted, now)
             missing = wanted[~there]
+            n_ahead = int(np.count_nonzero(np.isin(wanted[there], ahead.pop(layer, wanted[:0]))))
+            cache.counts.hits -= n_ahead
+            cache.counts.misses += n_ahead
             if len(wanted) <= cache.pool_of_layer[layer].n_slots and len(missing):
                 cache.fetch(layer, missing, cache.reserved_slot[wanted[there]], now)
         elif kind == Kind.FETCH:
@@ -70,6 +74,11 @@ def _replay_session(trace: Trace, cache: ReplayCache, keys: NDArray[np.intp], fi
                     raise _contradiction(trace, i)
                 cache.read_failed(key)
             failed_early.clear()
+        elif kind == Kind.AHEAD:
+            if (cache.reserved_slot[wanted] != NONE).any():
+                raise _contradiction(trace, i)
+            cache.fetch(layer, wanted, cache.kept_beside(layer, number), now)
+            ahead[layer] = wanted
         elif kind == Kind.READ_FAILED and cache.reserved_slot[wanted[0]] == NONE:
             failed_early.append(int(wanted[0]))
         elif kind == Kind.READ_FAILED:

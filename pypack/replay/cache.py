@@ -44,6 +44,7 @@ class ReplayCache(Tables):
         self.slot_of = self.reserved_slot
         self.counts = Counts()
         self.pool_of_layer: dict[int, PoolSlots] = {}
+        self._layers = trace.layers
 
     def load(self, pools: Sequence[Pool], policy: Policy) -> None:
         for pool in pools:
@@ -82,6 +83,16 @@ class ReplayCache(Tables):
             self.fetch(layer, missing[:n], self.reserved_slot[hits], now)
         for i in range(n, len(missing), n_slots):
             self.fetch(layer, missing[i : i + n_slots], self.reserved_slot[:0], now)
+
+    def kept_beside(self, layer: int, other: int) -> NDArray[np.int32]:
+        """Slots of two layers' experts, in the pool of the first."""
+        layers = {layer, other} if self.pool_of_layer.get(other) is self.pool_of_layer[layer] else {layer}
+        found = [
+            self.reserved_slot[described.first_key : described.first_key + described.n_expert]
+            for described in (self._layers[index] for index in sorted(layers))
+        ]
+        kept = np.concatenate(found)
+        return kept[kept != NONE]
 
     def read_failed(self, key: int) -> None:
         self.owner[self.reserved_slot[key]] = NONE

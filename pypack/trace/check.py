@@ -34,6 +34,8 @@ def check_trace(trace: Trace) -> None:
         _refuse(trace, "an acquire has more experts than pairs of token and expert")
     if (trace.number > sizes)[trace.kind == Kind.FETCH].any():
         _refuse(trace, "a fetch brings in more experts than it names")
+    if (trace.number >= len(trace.layers))[trace.kind == Kind.AHEAD].any():
+        _refuse(trace, "experts of a layer that there is not must stay")
     _check_end(trace)
     _check_places(trace)
 
@@ -87,7 +89,7 @@ def _check_places(trace: Trace) -> None:
         n_slots[trace.layer[placed]] = trace.number[placed]
         if ((given[layer] < first) | (given[layer] > events[first:last])).any():
             _refuse(trace, "a record uses slots of a layer that has none")
-        fetches = kind == Kind.FETCH
+        fetches = (kind == Kind.FETCH) | (kind == Kind.AHEAD)
         if (np.diff(trace.start[first : last + 1])[fetches] > n_slots[layer[fetches]]).any():
             _refuse(trace, "a fetch needs more slots than its layer has")
         pools = trace.recorded_pools(first, last)

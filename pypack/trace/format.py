@@ -13,7 +13,8 @@ from ..errors import TraceError
 from ..format.layout import Layer
 
 MAGIC = b"LXPTRACE"
-VERSION = 1
+VERSION = 2
+READABLE = (1, VERSION)  # version 1 has no record of kind AHEAD
 RECORD_BYTES = 16  # of a record without its ids
 MAX_LAYERS, MAX_EXPERTS = 0xFFFF, 1 << 16
 MAX_TABLE = 1 << 22  # layers times the most experts of one: the largest models have a fiftieth of that
@@ -34,6 +35,7 @@ class Kind(IntEnum):
     FETCH = 2
     READ_FAILED = 3
     END = 4
+    AHEAD = 5
 
 
 class Head(NamedTuple):
@@ -82,8 +84,9 @@ def decode_header(data: bytes | bytearray, path: object) -> tuple[Head, int]:
     if len(data) < _HEADER.size or data[: len(MAGIC)] != MAGIC:
         raise TraceError(f"{path} is not an expert trace: it starts with {bytes(data[:8])!r} instead of {MAGIC!r}")
     _, version, size, n_layers, top_k, name, zero, crc = _HEADER.unpack_from(data)
-    if version != VERSION:
-        raise TraceError(f"{path} has trace version {version}, this package reads {VERSION}: record it again")
+    if version not in READABLE:
+        versions = " and ".join(map(str, READABLE))
+        raise TraceError(f"{path} has trace version {version}, this package reads {versions}: record it again")
     if size != _HEADER.size + n_layers * _LAYER.size or n_layers == 0 or len(data) < size:
         raise TraceError(f"{path}: the header is damaged ({n_layers} layers in {size} bytes): record the trace again")
     blank = bytearray(data[:size])

@@ -179,6 +179,7 @@ def _split(words: NDArray[np.uint16], places: NDArray[np.int64], path: str, head
     start = np.concatenate((np.zeros(1, np.int64), np.cumsum(number(6))))
     ids = words[_is_id(places, len(words))].astype(np.int32)
     kind, layer = words[places + 1], words[places].astype(np.int32)
-    if len(kind) and (kind > Kind.READ_FAILED).any():
-        raise TraceError(f"{path} is damaged: there is no record of kind {kind.max()}")
+    unknown = kind[(kind > Kind.READ_FAILED) & (kind != Kind.AHEAD)]
+    if len(unknown):
+        raise TraceError(f"{path} is damaged: there is no record of kind {unknown.max()}")
     return Trace(path, *head, kind.astype(np.uint8), layer, number(2), number(4), start, ids, end)

@@ -11,7 +11,7 @@
 #include <set>
 
 static int64_t n_rounds = 0, n_experts = 0, n_failed = 0, n_native = 0, n_by_provider = 0, n_host_hits = 0, n_in_transit = 0,
-               n_moved[2] = {0, 0};
+               n_ahead = 0, n_moved[2] = {0, 0};
 
 static void check_bytes(int key, const char * found) {
     const char * right = &pack[blocks[key].offset];
@@ -126,6 +126,27 @@ static void move_some(books & b) {
     }
 }
 
+// Experts of the layer begin to be read while a device computes with those of another one, which stay. Whether it tried to.
+static bool read_ahead(books & b, int32_t layer) {
+    std::vector<int32_t> others;
+    for (int32_t other = 0; other < (int32_t) layers.size(); other++) {
+        if (other != layer && SHAPES[other].device == SHAPES[layer].device) {
+            others.push_back(other);
+        }
+    }
+    if (others.empty() || chance(40)) {
+        return false;
+    }
+    const int32_t computing = others[below((int) others.size())];
+    std::fill(b.wanted.begin(), b.wanted.end(), 0);
+    for (size_t key = 0; key < blocks.size(); key++) {
+        b.wanted[key] = b.reserved_slot[key] >= 0 && (layer_of[key] == computing || layer_of[key] == layer);
+    }
+    n_ahead += expert_layer_read_ahead(b.store, layer, computing);
+    nap(50, 3000); // the device computes
+    return true;
+}
+
 static bool run_round(books & b, bool by_layer) {
     expert_books * const store = b.store;
     const int            layer = below((int) layers.size());
@@ -136,20 +157,33 @@ static bool run_round(books & b, bool by_layer) {
     std::iota(experts.begin(), experts.end(), 0);
     std::shuffle(experts.begin(), experts.end(), random_bits);
     experts.resize(chance(10) ? n : 1 + below(chance(50) ? n : std::min(n, 5)));
+    b.failed                       = false;
+    b.native_bytes                 = 0;
+    const int64_t read_before      = b.counters[EXPERT_READ_BYTES];
+    const int64_t withdrawn_before = n_withdrawn;
+    pread_bytes                    = 0;
+    const bool              ahead  = read_ahead(b, layer);
+    const std::vector<char> coming = ahead && store->ahead.layer == layer ? store->ahead.fetched : std::vector<char>(n, 0);
+    if (chance(50)) {
+        expert_wait_for_reads_ahead(store);
+    } else { // else which of the next slots can go depends on when reads end
+        for (int32_t expert = 0; expert < n; expert++) {
+            if (coming[expert] && std::find(experts.begin(), experts.end(), expert) == experts.end()) {
+                experts.push_back(expert);
+            }
+        }
+    }
+    std::unique_lock<std::mutex> lock(b.mutex);
     std::fill(b.wanted.begin(), b.wanted.end(), 0);
-    b.failed       = false;
-    b.native_bytes = 0;
     for (int32_t expert : experts) {
-        const bool hit = b.slot_of[first_key + expert] >= 0;
+        const bool hit = !coming[expert] && b.slot_of[first_key + expert] >= 0;
         rows[expert] = b.wanted[first_key + expert] = 1;
         b.expected[hit ? EXPERT_HITS : EXPERT_MISSES]++;
         b.expected[EXPERT_HOST_HITS] += hit && b.in_place[b.slot_of[first_key + expert]];
     }
     b.expected[EXPERT_ACQUIRES]++;
-    const int64_t read_before      = b.counters[EXPERT_READ_BYTES];
-    const int64_t withdrawn_before = n_withdrawn;
-    pread_bytes                    = 0;
-    const expert_ref * ref         = &store->refs.at(layers[layer].roles[0].tensor);
+    lock.unlock();
+    const expert_ref * ref = &store->refs.at(layers[layer].roles[0].tensor);
 
     if (by_layer) {
         expert_layer_begin(store, layer, experts, (int64_t) experts.size());
@@ -173,7 +207,8 @@ static bool run_round(books & b, bool by_layer) {
     b.reading.clear();
     move_some(b);
 
-    check(ok == !b.failed, "the decode %s", ok ? "did not fail" : "failed");
+    // what was read ahead and failed before the decode began is read again
+    check(ok == !b.failed || (ok && ahead), "the decode %s", ok ? "did not fail" : "failed");
     check(!ok || std::count(b.wanted.begin(), b.wanted.end(), 1) == 0, "experts were not handed out");
     check(ok != (*expert_take_failure() != 0), "a failure without a reason, or a reason without one");
     b.expected[EXPERT_FAILURES] += !ok;
@@ -259,7 +294,12 @@ static void run_store(uint32_t seed, fake_device ** devices) {
             mover.end(*b.store, copier, moved);
         }
     }
+    b.failed = true;
+    read_ahead(b, below((int) layers.size())); // which nobody waits for
     expert_store_free(b.store);
+    for (std::thread & thread : b.reading) {
+        thread.join();
+    }
     expert_trace_free(trace);
     close(trace_fd);
     check(locked.empty(), "memory stays locked");
@@ -292,6 +332,7 @@ int main(int argc, char ** argv) {
     check(n_host_hits > 0 && n_withdrawn > 0, "not all was tried in host memory");
     check(n_moved[0] > 0 && n_moved[1] > 0, "no experts moved up, or none down");
     check(n_in_transit > 0, "no experts were copied in transit");
+    check(n_ahead > 0, "nothing was read ahead");
     check(n_moved_wrong > 0 || n < 24, "no copy to host memory was wrong"); // few are: then no more are made
     check(n_taken > 0 && n_chosen > 0 && n_skipped > 0, "not all slots were tried");
     printf(

@@ -91,7 +91,7 @@ static int open_arena(void * user, const char * device, uint64_t, const int32_t 
 }
 
 static int choose_slots(void * user, int32_t layer, const int32_t * missing, int32_t n_missing, const int32_t * active,
-    int32_t n_active, int32_t * slots) {
+    int32_t n_active, int32_t, int32_t * slots) {
     shared_store & shared = *(shared_store *) user;
     int            slot   = layer * N_SLOTS;
     for (int i = 0; i < n_missing; i++, slot++) {

@@ -233,7 +233,7 @@ static void prepare(void * user, int32_t layer, const int32_t * fetched, int32_t
 // ---- callbacks
 
 static int choose_slots(void * user, int32_t layer, const int32_t * missing, int32_t n_missing, const int32_t * active,
-    int32_t n_active, int32_t * slots) {
+    int32_t n_active, int32_t kept_layer, int32_t * slots) {
     books &       b         = *(books *) user;
     const int32_t first_key = layers[layer].first_key;
     check(n_active <= b.layer_slots[layer], "a fetch of more than fits");
@@ -251,9 +251,11 @@ static int choose_slots(void * user, int32_t layer, const int32_t * missing, int
     for (int i = 0; i < n_missing; i++) {
         int64_t oldest = INT64_MAX;
         for (int slot = pool.first; slot < pool.first + pool.n; slot++) {
-            const int32_t key  = next[slot];
-            const int64_t used = key < 0 ? -1 : b.last_use[key];
-            if (used < oldest && !b.gone[slot] && std::find(active, active + n_active, key - first_key) == active + n_active) {
+            const int32_t key   = next[slot];
+            const int64_t used  = key < 0 ? -1 : b.last_use[key];
+            const bool    stays = std::find(active, active + n_active, key - first_key) != active + n_active ||
+                               (key >= 0 && layer_of[key] == kept_layer) || (key >= 0 && b.slot_of[key] != slot);
+            if (used < oldest && !b.gone[slot] && !stays) {
                 slots[i] = slot;
                 oldest   = used;
             }

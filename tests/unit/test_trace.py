@@ -36,6 +36,7 @@ RECORDS = b"".join(
         encode_record(1, Kind.FETCH, 0, 1, [2]),
         encode_record(1, Kind.READ_FAILED, 0, 0, [2]),
         encode_record(0, Kind.ACQUIRE, 1, 2, [1, 2]),
+        encode_record(1, Kind.AHEAD, 1, 0, [0, 2]),
     ]
 )
 END = TraceEnd(acquires=3, hits=1, misses=6, evictions=2, failures=1)
@@ -43,7 +44,7 @@ HEADER = encode_header(LAYERS, 2, "lru")
 TRACE = HEADER + RECORDS + encode_end(RECORDS, END)
 
 GOLDEN = (
-    "4c58505452414345" "01000000" "60000000" "02000000" "02000000"
+    "4c58505452414345" "02000000" "60000000" "02000000" "02000000"
     "6c7275" + 29 * "00" + "00000000" "{header_crc}"
     "04000000" "00000000" "0010000000000000"
     "03000000" "03000000" "0020000000000000"
@@ -55,8 +56,9 @@ GOLDEN = (
     "0100" "0200" "00000000" "01000000" "01000000" "0200"
     "0100" "0300" "00000000" "00000000" "01000000" "0200"
     "0000" "0000" "01000000" "02000000" "02000000" "0100" "0200"
+    "0100" "0500" "01000000" "00000000" "02000000" "0000" "0200"
     "ffff" "0400" "00000000" "{records_crc}" "18000000"
-    "9a00000000000000" "0300000000000000" "0100000000000000" "0600000000000000" "0200000000000000" "0100000000000000"
+    "ae00000000000000" "0300000000000000" "0100000000000000" "0600000000000000" "0200000000000000" "0100000000000000"
 )  # fmt: skip
 
 
@@ -67,13 +69,13 @@ def written(folder: Path, data: bytes) -> Path:
 
 
 def test_golden_bytes() -> None:
-    assert TRACE.hex() == GOLDEN.format(header_crc="9bfb2163", records_crc="97a02f04")
+    assert TRACE.hex() == GOLDEN.format(header_crc="b0236e9b", records_crc="0bede45e")
 
 
 def test_what_is_read_and_written_again(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, TRACE))
     assert (trace.policy, trace.top_k, trace.layers, trace.end) == ("lru", 2, LAYERS, END)
-    assert trace.event(3).tolist() == [0, 1, 2] and trace.keys()[-2:].tolist() == [1, 2]
+    assert trace.event(3).tolist() == [0, 1, 2] and trace.keys()[-4:].tolist() == [1, 2, 4, 6]
     assert trace.only_acquires().layer.tolist() == [0, 1, 0]
     assert trace.only_acquires().ids.tolist() == [3, 1, 0, 1, 2, 1, 2]
     assert [(pool.layers, pool.n_slots, pool.n_per_token) for pool in trace.recorded_pools()] == [
@@ -109,7 +111,10 @@ def counted(records: bytes) -> bytes:
 BAD = {
     "no trace": (b"GGUF" + TRACE[4:], "is not an expert trace"),
     "empty": (b"", "is not an expert trace"),
-    "version": (TRACE[:8] + b"\2" + TRACE[9:], "has trace version 2"),
+    "version": (TRACE[:8] + b"\3" + TRACE[9:], "has trace version 3, this package reads 1 and 2"),
+    "kind of the end": (with_records(encode_record(0, Kind.END, 0, 0, [1])), "no record of kind 4"),
+    "stays": (with_records(encode_record(0, Kind.AHEAD, 0, 2, [1])), "a layer that there is not"),
+    "ahead into few slots": (counted(RECORDS[:36] + encode_record(1, Kind.AHEAD, 0, 0, [0, 1, 2])), "more slots than"),
     "layers": (TRACE[:16] + b"\3" + TRACE[17:], "the header is damaged"),
     "short header": (HEADER[:70], "the header is damaged"),
     "policy": (TRACE[:24] + b"x" + TRACE[25:], "its checksum does not match"),
@@ -223,9 +228,9 @@ def test_sessions_of_a_server_that_slept(tmp_path: Path) -> None:
     woken = encode_record(1, Kind.SLOTS, 0, 3, [0]) + encode_record(0, Kind.SLOTS, 0, 4, [0])
     records = RECORDS + woken + RECORDS[36:56]
     trace = read_trace(written(tmp_path, counted(records)))
-    assert trace.session_starts() == [0, 8]
-    assert [pool.n_slots for pool in trace.recorded_pools(0, 8)] == [2, 2]
-    assert [(pool.layers, pool.n_slots) for pool in trace.recorded_pools(8, 11)] == [((1,), 3), ((0,), 4)]
+    assert trace.session_starts() == [0, 9]
+    assert [pool.n_slots for pool in trace.recorded_pools(0, 9)] == [2, 2]
+    assert [(pool.layers, pool.n_slots) for pool in trace.recorded_pools(9, 12)] == [((1,), 3), ((0,), 4)]
     assert encode(trace) == counted(records)
 
 

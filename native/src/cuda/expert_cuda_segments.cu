@@ -164,9 +164,10 @@ static enum ggml_status run_passes(ggml_backend_t backend, ggml_cgraph * cgraph,
     return ok ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
 }
 
-// Makes the span's experts resident; runs the span itself if it takes several passes. *next: where the graph goes on.
-static enum ggml_status run_span(
-    ggml_backend_t backend, ggml_cgraph * cgraph, const expert_span & span, expert_cuda_compute compute, int * next) {
+// Makes the span's experts resident; runs the span itself if it takes several passes. *next: where the graph goes on; *n_needed:
+// experts.
+static enum ggml_status run_span(ggml_backend_t backend, ggml_cgraph * cgraph, const expert_span & span,
+    expert_cuda_compute compute, int * next, int64_t * n_needed) {
     auto & ctx                = *(ggml_backend_cuda_context *) backend->context;
     *next                     = span.first;
     expert_cuda_state * state = expert_cuda_state_of(span.ref, ctx.device);
@@ -178,6 +179,7 @@ static enum ggml_status run_span(
     if (!expert_cuda_distinct_ids(span.ref, ids, span.ids->ne[0] * span.ids->ne[1], experts)) {
         return GGML_STATUS_FAILED;
     }
+    *n_needed               = (int64_t) experts.size();
     const bool       ok     = expert_layer_begin(span.ref->store, span.ref->layer, experts, span.ids->ne[0] * span.ids->ne[1]);
     enum ggml_status status = GGML_STATUS_SUCCESS;
     if (ok && expert_op_more(span.ref)) {
@@ -193,6 +195,16 @@ static enum ggml_status run_span(
     return status;
 }
 
+// A prompt that needed nearly all of a layer's experts will need nearly all of the next one's: these are read while the first are
+// computed with.
+static void read_ahead(const expert_span & computing, int64_t n_needed, const expert_span & next) {
+    expert_store * const store    = computing.ref->store;
+    const int64_t        n_expert = store->layers[computing.ref->layer].n_expert;
+    if (next.ref->store == store && 10 * n_needed >= 9 * n_expert && next.ids->ne[0] * next.ids->ne[1] >= 4 * n_expert) {
+        expert_layer_read_ahead(store, next.ref->layer, computing.ref->layer);
+    }
+}
+
 enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * cgraph, expert_cuda_compute compute) {
     auto &                         ctx   = *(ggml_backend_cuda_context *) backend->context;
     const std::vector<expert_span> spans = expert_cuda_find_spans(cgraph);
@@ -202,9 +214,10 @@ enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * 
     }
     // before anything is launched: a first launch loads code, which waits for the GPU, and that may wait for a lookup
     expert_cuda_take_arena(*state, ctx, spans.front().ref);
-    in_segments             = true;
-    enum ggml_status status = GGML_STATUS_SUCCESS;
-    int              next   = 0;
+    in_segments               = true;
+    enum ggml_status status   = GGML_STATUS_SUCCESS;
+    int              next     = 0;
+    int64_t          n_needed = 0; // by the span before
     for (size_t i = 0; i <= spans.size() && status == GGML_STATUS_SUCCESS; i++) {
         const int end = i < spans.size() ? spans[i].first : cgraph->n_nodes;
         if (next < end) {
@@ -212,8 +225,11 @@ enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * 
             status           = compute(backend, &part);
             next             = end;
         }
+        if (i > 0 && i < spans.size() && status == GGML_STATUS_SUCCESS) {
+            read_ahead(spans[i - 1], n_needed, spans[i]);
+        }
         if (i < spans.size() && status == GGML_STATUS_SUCCESS) {
-            status = run_span(backend, cgraph, spans[i], compute, &next);
+            status = run_span(backend, cgraph, spans[i], compute, &next, &n_needed);
         }
     }
     in_segments = false;

@@ -2,6 +2,7 @@
 // In host memory reads go on while the threads compute; for a device a pass is as many experts as fit at once.
 #include "expert_books.h"
 
+#include <algorithm>
 #include <thread>
 
 static std::atomic<bool> interrupted{false};
@@ -24,13 +25,18 @@ static void count_acquire(expert_books * books, int32_t index, const std::vector
     const int64_t now    = ++books->now;
     int64_t       n_hits = 0;
     int64_t       n_host = 0; // of these
+    const bool    ahead  = books->ahead.layer == index;
     for (int32_t expert : active) {
         const int32_t key = books->layers[index].first_key + expert;
         tables.freq[key]++;
         tables.last_use[key] = now;
         const int32_t slot   = tables.slot_of[key];
-        n_hits += slot >= 0;
-        n_host += slot >= 0 && tables.in_place[slot];
+        const bool    is_hit = slot >= 0 && !(ahead && books->ahead.fetched[expert]);
+        n_hits += is_hit;
+        n_host += is_hit && tables.in_place[slot];
+    }
+    if (ahead) {
+        std::fill(books->ahead.fetched.begin(), books->ahead.fetched.end(), 0);
     }
     tables.counters[EXPERT_ACQUIRES]++;
     tables.counters[EXPERT_HITS] += n_hits;
@@ -83,6 +89,7 @@ static bool hand_out(expert_books * books) {
 
 static void fail_op(expert_books * books, std::unique_lock<std::mutex> & lock) {
     wait_for_reads(books, lock, true); // nobody may write into a slot once the store is given back
+    books->changed.wait(lock, [&] { return books->ahead.n_in_flight == 0; });
     if (books->loader.trust.take_broken()) {
         expert_drop_unchecked(books);
     }
@@ -214,6 +221,7 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
     if (is_first_role(books, ref)) {
         count_acquire(books, ref->layer, op.todo, n_rows);
     }
+    expert_adopt_reads_ahead(books);
     next_pass(books, lock);
 }
 
@@ -228,6 +236,7 @@ bool expert_layer_begin(expert_store * store, int32_t layer, const std::vector<i
     if (n_rows > 0) {
         count_acquire(books, layer, experts, n_rows);
     }
+    expert_adopt_reads_ahead(books);
     next_pass(books, lock);
     return !books->op.failed;
 }

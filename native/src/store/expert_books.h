@@ -26,6 +26,14 @@ struct expert_op {
     std::atomic<int>          n_running{0};
 };
 
+// Reads for a layer whose op has not begun yet. Those that it needs become its own.
+struct expert_ahead {
+    int32_t              layer = -1;
+    std::vector<char>    fetched;   // [n_expert] by these: missing at the layer's next acquire, whether they have ended or not
+    std::vector<char>    in_flight; // [n_expert] of these, the ones under way
+    std::atomic<int32_t> n_in_flight{0};
+};
+
 struct expert_books final : expert_store, expert_slots {
     const expert_provider provider;
     const dev_t           file_dev;
@@ -48,6 +56,7 @@ struct expert_books final : expert_store, expert_slots {
     std::vector<int32_t>                       slot_loads;   // [slot] how many experts were published in it
     bool                                       busy = false; // an op holds the store
     expert_op                                  op;
+    expert_ahead                               ahead;
     int64_t                                    now = 0; // number of the last acquire
     expert_trace                               no_trace;
     expert_trace *                             trace = &no_trace; // the provider's, or that: nobody wants one
@@ -101,6 +110,9 @@ expert_host_slots * expert_refused(expert_books * books, const std::vector<int32
 // Chooses slots for the op's missing experts, as many as fit, and starts their reads. Under the lock, which is given back
 // meanwhile: the provider may take long. False and the store's error if there are no slots.
 bool expert_fetch_missing(expert_books * books, std::unique_lock<std::mutex> & lock);
+// The op waits for what was read ahead of what it has to do. Under the lock.
+void expert_adopt_reads_ahead(expert_books * books);
+void expert_wait_for_reads_ahead(expert_store * store);
 // All experts leave whose digest was not compared when they were read. With the store taken, its lock held and no read
 // under way.
 void expert_drop_unchecked(expert_books * books);

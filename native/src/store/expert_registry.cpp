@@ -244,6 +244,7 @@ void expert_store_free(expert_store * store) {
         return;
     }
     const std::shared_ptr<expert_store> last = std::move(expert_books_of(store)->provided);
+    expert_wait_for_reads_ahead(store); // what fails asks the provider
     expert_store_trace(store, nullptr); // while the provider's counters are alive
     {
         std::lock_guard<std::mutex> lock(registry_mutex);
@@ -260,7 +261,7 @@ int32_t expert_reads_under_way(int64_t * n_ended) {
     int32_t                     n = 0;
     *n_ended                      = 0;
     for (const expert_books * books : registry) {
-        n += books->op.n_in_flight;
+        n += books->op.n_in_flight + books->ahead.n_in_flight;
         *n_ended += books->n_reads_ended;
     }
     return n;
@@ -287,6 +288,7 @@ static void forget_all_in_child() {
         new (&books->mutex) std::mutex;
         new (&books->changed) std::condition_variable;
         new (&books->op) expert_op;
+        new (&books->ahead) expert_ahead;
         new (&books->broken) std::string;
     }
     registry.clear();

@@ -41,7 +41,7 @@ bool expert_books::copy_to(int32_t slot, char * dest, const void * bytes, uint64
 char * expert_books::transit(int32_t layer, int32_t slot) {
     std::lock_guard<std::mutex> lock(mutex);
     const auto                  found = slot_arena[slot]->transits.find(tables.layer_pool[layer]);
-    const bool                  waits = !op.as_they_come; // the device does, for this pass
+    const bool                  waits = !op.as_they_come && layer == op.layer; // the device does, for this pass
     return waits && found != slot_arena[slot]->transits.end() ? found->second.take(slot, slot_copy) : nullptr;
 }
 
@@ -57,8 +57,15 @@ void expert_books::ask_provider(int32_t layer, int32_t expert, int32_t slot) {
 
 // ---- ends of reads
 
-// Under the lock. False if no op waits for it: its fetch was given up.
+// Under the lock. False if no op waits for it: its fetch was given up, or it was read ahead.
 bool expert_books::read_ended(int32_t layer, int32_t expert) {
+    if (ahead.layer == layer && ahead.in_flight[expert]) {
+        ahead.in_flight[expert] = 0;
+        ahead.n_in_flight--;
+        n_reads_ended++;
+        changed.notify_all();
+        return false;
+    }
     if (op.layer != layer || (size_t) expert >= op.in_flight.size() || !op.in_flight[expert]) {
         return false;
     }

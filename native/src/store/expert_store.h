@@ -80,6 +80,9 @@ expert_moved expert_store_move(
 // Takes the store, counts the acquire and makes the first pass. experts: distinct, in range. n_rows: pairs of token and
 // expert, 0: expert_layer_count() has counted it. False if that failed.
 bool expert_layer_begin(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows);
+// While a device computes with the experts of the layer `computing`, those of another layer that are missing begin to be read, as
+// many as have room beside; its next acquire waits for them. Not if somebody else computes with the store. False: none.
+bool expert_layer_read_ahead(expert_store * store, int32_t layer, int32_t computing);
 // Counts an acquire whose experts are all resident.
 void expert_layer_count(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows);
 // Fails this thread's decode with a reason.

@@ -5,6 +5,7 @@
 //   2 fetch        number: how many of ids were fetched          ids: those, then the ones that had to stay
 //   3 read failed  number: 0                                     ids: the expert
 //   4 end          number: CRC-32 of all records before          ids: 48 bytes, see expert_trace_end
+//   5 ahead        number: a layer whose experts had to stay     ids: experts fetched before their layer's acquire
 #include "expert_trace.h"
 #include "expert_error.h"
 
@@ -17,7 +18,7 @@
 #include <climits>
 #include <cstring>
 
-enum record_kind : uint16_t { ACQUIRE = 0, SLOTS = 1, FETCH = 2, READ_FAILED = 3, END = 4 };
+enum record_kind : uint16_t { ACQUIRE = 0, SLOTS = 1, FETCH = 2, READ_FAILED = 3, END = 4, AHEAD = 5 };
 
 static const size_t   FLUSH_BYTES = 1 << 20;
 static const uint16_t NO_LAYER    = 0xFFFF;
@@ -141,6 +142,10 @@ void expert_trace_fetch(expert_trace & trace, int32_t layer, const std::vector<i
         put_record(trace, layer, FETCH, (uint32_t) n_missing, experts.data(), experts.size());
     }
     trace.implied = false;
+}
+
+void expert_trace_ahead(expert_trace & trace, int32_t layer, int32_t kept, const std::vector<int32_t> & experts) {
+    put_record(trace, layer, AHEAD, (uint32_t) kept, experts.data(), experts.size());
 }
 
 void expert_trace_read_failed(expert_trace & trace, int32_t layer, int32_t expert) {

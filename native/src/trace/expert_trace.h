@@ -31,6 +31,8 @@ void expert_trace_acquire(
     expert_trace & trace, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows, int32_t n_slots);
 // The first n_missing of experts were fetched, the others must stay.
 void expert_trace_fetch(expert_trace & trace, int32_t layer, const std::vector<int32_t> & experts, size_t n_missing);
+// Experts of a layer were fetched before its acquire, while a device computed with those of the layer `kept`, which had to stay.
+void expert_trace_ahead(expert_trace & trace, int32_t layer, int32_t kept, const std::vector<int32_t> & experts);
 // The read of an expert failed: its slot is free again.
 void expert_trace_read_failed(expert_trace & trace, int32_t layer, int32_t expert);
 // What follows could not be replayed: nothing more is written, and the trace is incomplete.

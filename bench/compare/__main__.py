@@ -33,6 +33,7 @@ from lab.stock import ROOT, STOCK_LIB, environment
 from llama_expert_pack.pypack.convert.convert import convert
 from llama_expert_pack.pypack.errors import ExpertPackError, UsageError
 from llama_expert_pack.pypack.format.pack import Pack, open_pack
+from llama_expert_pack.pypack.placement.batch import MOST
 from llama_expert_pack.pypack.source.match import check_source
 from llama_expert_pack.pypack.system.host_memory import host_memory_free
 from llama_expert_pack.pypack.values.sizes import parse_size
@@ -151,6 +152,13 @@ class Comparison:
         self.write("raw", round=round_, **found)
         say(f"round {round_}: raw O_DIRECT {found['raw_bytes_per_s'] / 1e9:.2f} GB/s")
 
+    def batch_of(self, spec: SideSpec) -> int | None:
+        """Tokens of a physical batch; None: Llama chooses. Where ours does, computing alone has the largest that it might."""
+        a = self.arguments
+        own: dict[str, int | None] = {"ours": None, "ours-all": min(MOST, a["ctx"])} if a["own_ubatch"] else {}
+        given: int = a["ubatch"]
+        return own.get(spec.name, given)
+
     def measure_side(self, spec: SideSpec, round_: int) -> None:
         """One side, cold, in a process of its own under the cap; a side that fails is a record, too."""
         a = self.arguments
@@ -161,7 +169,7 @@ class Comparison:
             job = {
                 "out": str(out), "model": str(self.model), "stock": spec.stock, "cpu_layers": spec.cpu_layers,
                 "gpu_layers": spec.gpu_layers, "n_warm": a["warm"], "direct_io": spec.direct_io, "gpu": spec.gpu, "options": spec.options, "n_threads": a["threads"],
-                "n_ubatch": a["ubatch"], "n_ctx": a["ctx"], "n_prompt": a["n_prompt"], "n_gen": a["n_gen"],
+                "n_ubatch": self.batch_of(spec), "n_ctx": a["ctx"], "n_prompt": a["n_prompt"], "n_gen": a["n_gen"],
                 "n_repeats": a["repeats"], "token_skew": a["token_skew"], "prompts": self.prompts,
             }  # fmt: skip
             with memory_cap(self.sizes.cap if spec.capped else None) as cap, gpu_samples() as gpu:
@@ -171,9 +179,10 @@ class Comparison:
                 found: dict[str, Any] = {"error": error} if error else json.loads(out.read_text())
                 found |= {"cgroup_peak_bytes": cap.peak_bytes(), "page_cache_end_bytes": cap.page_cache_bytes()}
         found["vram_peak_bytes"] = gpu.vram_peak_bytes()
-        for sample in [*found.get("samples", []), *([found["cold"]] if "cold" in found else [])]:
-            for phase in (sample["prefill"], sample["decode"]):
-                phase["joules"] = gpu.joules(*phase.pop("window"))
+        samples = [*found.get("samples", []), *([found["cold"]] if "cold" in found else [])]
+        phases = [phase for sample in samples for phase in (sample["prefill"], sample["decode"])]
+        for phase in [*phases, *([found["settled"]] if "settled" in found else [])]:
+            phase["joules"] = gpu.joules(*phase.pop("window"))
         self.write("run", side=spec.name, round=round_, **found)
         say(f"round {round_}: {spec.name:16} {describe(found)}")
 
@@ -278,6 +287,7 @@ def say(text: str) -> None:
 @click.option("--threads", type=click.IntRange(1), default=os.cpu_count() or 1, show_default=True)
 @click.option("--ctx", default=1024, show_default=True)
 @click.option("--ubatch", default=512, show_default=True)
+@click.option("--own-ubatch", is_flag=True, help="Ours chooses the size of its batches.")
 @click.option("--read-splits", default=64, show_default=True)
 @click.option("--stage-slots", default=12, show_default=True, help="Reads in flight; also of the raw measurement.")
 @click.option("--read-ahead-kb", default=128, show_default=True)

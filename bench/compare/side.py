@@ -82,10 +82,12 @@ class Side:
 
         self.lib = llama_cpp
         options = {"n_gpu_layers": job["gpu_layers"] if job["gpu"] else 0, "n_threads": job["n_threads"]}
-        options |= {"n_threads_batch": job["n_threads"], "n_batch": job["n_ubatch"], "n_ubatch": job["n_ubatch"]}
+        options["n_threads_batch"] = job["n_threads"]
+        if job["n_ubatch"] is not None:  # else ours chooses
+            options |= {"n_batch": job["n_ubatch"], "n_ubatch": job["n_ubatch"]}
         self.llm = llama(job["model"], n_ctx=job["n_ctx"], verbose=False, **options, **job["options"])
         self.packed = not job["stock"]
-        self.n_batch = job["n_ubatch"]
+        self.n_batch = self.llm.n_batch
         self.n_past = 0
 
     def clear(self) -> None:
@@ -146,6 +148,14 @@ def run_prompt(side: Side, prompt: list[int], steps: list[int] | None, n_gen: in
     return {"prefill": prefill, "decode": side.phase(before, n_gen), "chosen": chosen}
 
 
+def decode_on(side: Side, steps: list[int]) -> dict[str, Any]:
+    """More tokens after the last ones: a prompt before them is farther away."""
+    before = side.counted()
+    for token in steps:
+        side.decode([token])
+    return side.phase(before, len(steps))
+
+
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Loads the job's model and runs its prompts; seconds, bytes and samples as bench/compare/results.py reads them."""
     read_before, start = io_read_bytes(), time.perf_counter()
@@ -173,6 +183,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
             for i in range(job["n_warm"])
         ]
         found["cold"], *_ = [run_prompt(side, prompt, steps, n_gen) for prompt, steps in warm]
+        found["settled"] = decode_on(side, draw_tokens(n_gen, n_vocab, skew, 500))
+    found["n_ubatch"] = side.llm.context_params.n_ubatch
     found["samples"] = [run_prompt(side, prompt, steps, n_gen) for prompt, steps in prompts]
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     found["rss_peak_bytes"] = int(status["VmHWM"].split()[0]) * 1024  # ru_maxrss is at least that of the parent

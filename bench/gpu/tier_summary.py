@@ -66,6 +66,24 @@ def step_over_model(lines: Sequence[Line]) -> float | None:
     return float(round(sum(part["s"] for part in parts) / n_tokens / (1 / computing + moved / link), 3))
 
 
+def bytes_over_once(lines: Sequence[Line]) -> float | None:
+    """Of ours: what a prompt reads over the blocks of the experts that it uses and no memory has. If it is one batch."""
+    parts = _phases(lines, "ours", "prefill")
+    block_bytes = of_kind(lines, "conditions")[0]["block_bytes"]
+    missing = sum(part["stats"]["misses"] for part in parts) * block_bytes
+    return over(sum(part["read_bytes"] for part in parts), missing)
+
+
+def reads_after_prompt(lines: Sequence[Line]) -> float | None:
+    """Of ours: drive reads a token right after a prompt over those farther away from one."""
+    settled = [run["settled"] for run in _runs(lines, "ours") if "settled" in run]
+    after, before = (
+        sum(part["read_bytes"] for part in parts) / max(1, sum(part["n_tokens"] for part in parts))
+        for parts in (_phases(lines, "ours", "decode"), settled)
+    )
+    return over(after, before)
+
+
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return round(statistics.fmean(known), 3) if known else None
@@ -101,6 +119,14 @@ def figures(path: Path) -> Figures:
         "overflow_decode_over_stock": _mean([over_best(lines, whole) for lines in at("60+40")]),
         "overflow_decode_over_stock_4_threads": _mean([over_best(lines, whole) for lines in at("60+40 4 threads")]),
         "overflow_decode_over_vram": decode("60+40", "ours-all"),
+        "prompt8k_bytes_over_once": _mean([bytes_over_once(lines) for lines in at("8k fast") + at("8k disk")]),
+        "prompt8k_over_ceiling_fast": _mean([over_ceiling(lines, "prefill") for lines in at("8k fast")]),
+        "prompt8k_over_ceiling_disk": _mean([over_ceiling(lines, "prefill") for lines in at("8k disk")]),
+        "prompt8k_over_stock_fast": prefill("8k fast", "stock-mmap"),
+        "prompt8k_over_stock_disk": prefill("8k disk", "stock-mmap"),
+        "prompt8k_reads_after_over_before": _mean(
+            [reads_after_prompt(lines) for lines in at("8k fast") + at("8k disk")]
+        ),
         "k3_tier_decode_over_stock_disk": decode("k3 disk", "stock-mmap"),
         "k3_tier_decode_over_stock_fast": decode("k3 fast", "stock-mmap"),
     }

@@ -92,7 +92,8 @@ class ReplayCache(Tables):
             for described in (self._layers[index] for index in sorted(layers))
         ]
         kept = np.concatenate(found)
-        return kept[kept != NONE]
+        held: NDArray[np.int32] = kept[kept != NONE]
+        return held
 
     def read_failed(self, key: int) -> None:
         self.owner[self.reserved_slot[key]] = NONE

@@ -12,7 +12,11 @@ import pytest
 from lab.logits import minimum_budget
 from llama_expert_pack import ExpertPackError, UsageError
 from llama_expert_pack.pypack.format.pack import open_pack
+from llama_expert_pack.pypack.replay.as_recorded import check_live
 from llama_expert_pack.pypack.source.match import find_pack
+from llama_expert_pack.pypack.trace.format import Kind
+from llama_expert_pack.pypack.trace.trace import read_trace
+from tests.books import wrong_books
 from tests.runtime.packed import evaluate, load, loaded, variant
 
 GPU = {"n_gpu_layers": -1, "expert_ram": 0}
@@ -111,6 +115,23 @@ def test_layers_on_the_cpu_share_host_memory_with_those_on_the_gpu(tmp_path: Pat
         assert sorted(llm._provider.arena_bytes) == ["CPU", "CUDA0"]
         assert llm._provider.arena_bytes["CPU"] == pack.layers[0].n_expert * pack.layers[0].block_bytes
         evaluate(llm, [16, 1, 1])
+
+
+@pytest.mark.parametrize("ram", [0, "100%"], ids=["vram", "host"])
+def test_a_prompt_reads_the_next_layer_ahead_and_a_replay_counts_the_same(ram: int | str, tmp_path: Path) -> None:
+    path = variant("type-Q8_0", tmp_path)
+    pack = open_pack(find_pack(path))
+    cache = pack.payload_bytes * 3 // 4 if ram == 0 else least(path)
+    trace = tmp_path / "run.trace"
+    batches = [60, 1, 1, 60, 60, 1]
+    with loaded(path, n_gpu_layers=-1, expert_cache=pack.payload_bytes) as llm:
+        expected = evaluate(llm, batches)
+    with loaded(path, n_gpu_layers=-1, expert_cache=cache, expert_ram=ram, expert_trace=trace) as llm:
+        assert (evaluate(llm, batches) == expected).all()
+        assert llm._provider is not None and wrong_books(llm._provider.cache) == []
+    recorded = read_trace(trace)
+    assert (recorded.kind == Kind.AHEAD).any(), "nothing was read ahead"
+    assert "gives the run's counters" in check_live(recorded)
 
 
 @pytest.mark.parametrize("n_gpu_layers", [0, 2])

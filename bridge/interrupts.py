@@ -21,8 +21,11 @@ _put_aside: dict[int, Callable[[int, Any], Any]] = {}  # handlers, while the mai
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Signals that have a handler in Python get it when the block is left."""
+def held_back(stop: Callable[[], None] | None = None) -> Iterator[None]:
+    """Signals that have a handler in Python get it when the block is left.
+
+    ``stop`` is called, in the block, when one is Ctrl-C that will raise KeyboardInterrupt.
+    """
     if threading.current_thread() is not threading.main_thread() or _put_aside:
         yield  # handlers run on the main thread only, and may be held back already
         return
@@ -31,6 +34,8 @@ def held_back() -> Iterator[None]:
 
     def keep(number: int, frame: Any) -> None:
         came.append((number, frame))
+        if stop is not None and handlers[number] is signal.default_int_handler:
+            stop()
 
     try:
         for number in _SIGNALS:

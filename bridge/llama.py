@@ -304,13 +304,15 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         def watched(batch: Any) -> None:
             provider.take_error()  # of a computation past this, that nobody asked about
             try:
-                with interrupts.held_back(), garbage.held_back():
+                with interrupts.held_back(provider.cancel), garbage.held_back():
                     decode(batch)
             except RuntimeError as error:
                 why = provider.take_error()
                 if not why:
                     raise
                 raise DecodeError(why) from error
+            finally:
+                provider.cancel(False)
 
         self._ctx.decode = watched
 

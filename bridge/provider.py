@@ -187,6 +187,11 @@ class Provider:
         error, why = self._errors.pop(threading.get_ident(), None), text_of(lib.expert_take_failure())
         return str(error) if error is not None else why
 
+    @staticmethod
+    def cancel(on: bool = True) -> None:
+        """The computation on this thread fails at its next layer, and so do others after it, until it is called with False."""
+        lib.expert_cancel(on)
+
     def close(self) -> None:
         """Wait for reads, unregister, free the arenas. Further calls do nothing."""
         if self._store == ffi.NULL:

@@ -30,7 +30,7 @@ expert_pack_sources(ggml-base trace expert_trace.cpp)
 expert_pack_sources(ggml-base read expert_loader.cpp expert_read.cpp expert_trust.cpp)
 expert_pack_sources(ggml-base store
     expert_acquire.cpp expert_ahead.cpp expert_arena.cpp expert_fetch.cpp expert_host_slots.cpp expert_in_place.cpp expert_mover.cpp
-    expert_planner.cpp expert_registry.cpp expert_slots.cpp)
+    expert_planner.cpp expert_progress.cpp expert_registry.cpp expert_slots.cpp)
 expert_pack_sources(ggml-base claim expert_buffer.cpp)
 expert_pack_sources(llama claim llama_expert.cpp llama_expert_context.cpp)
 patched_sources(ggml-cpu ggml/src/ggml-cpu/ggml-cpu.c ggml/src/ggml-cpu/ggml-cpu.cpp)

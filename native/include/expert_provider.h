@@ -197,7 +197,9 @@ const char * expert_last_error(void);
 // Why a computation on this thread, which is that of llama_decode(), has failed for want of experts since this was last asked;
 // one sentence, or "". Other threads may compute with the same store meanwhile, and fail for reasons of their own.
 const char * expert_take_failure(void);
-int32_t      expert_abi_version(void);
+// Somebody has interrupted the computation on this thread: it fails at its next layer, as do those after it until on is 0.
+void    expert_cancel(int on);
+int32_t expert_abi_version(void);
 // cffi: end
 
 #ifdef __cplusplus

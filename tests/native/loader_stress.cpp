@@ -142,7 +142,7 @@ static bool read_ahead(books & b, int32_t layer) {
     for (size_t key = 0; key < blocks.size(); key++) {
         b.wanted[key] = b.reserved_slot[key] >= 0 && (layer_of[key] == computing || layer_of[key] == layer);
     }
-    n_ahead += expert_layer_read_ahead(b.store, layer, computing);
+    n_ahead += expert_layer_read_ahead(b.store, layer, computing, chance(80));
     nap(50, 3000); // the device computes
     return true;
 }

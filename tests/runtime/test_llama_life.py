@@ -297,8 +297,50 @@ def test_ctrl_c_always_arrives_and_breaks_nothing(tmp_path: Path) -> None:
                 llm.eval(tokens)
             assert n_arrived == 3 * 19, "a Ctrl-C got lost"
             assert (bits(llm) == expected).all()
-            assert llm.expert_stats().failures == 0
             assert wrong_books(provider_of(llm).cache) == []
+
+
+def test_ctrl_c_ends_a_batch_between_two_layers(tmp_path: Path) -> None:
+    """Not after minutes, when it has been computed; what was evaluated before stays."""
+    path = variant("dense-between", tmp_path)  # several layers
+    options = {"expert_cache": least(path), "expert_stage_slots": 1, "expert_read_splits": 1}
+    n_reads = 0
+
+    def interrupting(fd: int, buffer: memoryview, offset: int) -> int:
+        nonlocal n_reads
+        n_reads += 1
+        if n_reads == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return pread_into(fd, buffer, offset)
+
+    with loaded(path, **options) as llm:
+        expected = evaluate(llm, [8, 30])
+    with loaded(path, **options) as llm:
+        evaluate(llm, [8])
+        before = llm.expert_stats()
+        with reads(llm, interrupting), pytest.raises(KeyboardInterrupt):
+            evaluate(llm, [30])
+        done = llm.expert_stats().since(before)
+        assert done.failures == 1 and done.acquires < len(open_pack(find_pack(path)).layers)
+        assert llm.n_tokens == 8
+        assert (evaluate(llm, [30]) == expected).all()
+
+
+def test_a_handler_that_goes_on_ends_nothing(tmp_path: Path) -> None:
+    path = variant("many-experts", tmp_path)
+    came = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        with loaded(path, expert_cache=least(path)) as llm:
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+            evaluate(llm, [60, 60, 60])
+            assert llm.expert_stats().failures == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    wait_until = time.monotonic() + 10
+    while not came and time.monotonic() < wait_until:
+        time.sleep(0.01)
+    assert came == [signal.SIGINT]
 
 
 GENERATE = """

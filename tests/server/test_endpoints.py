@@ -54,6 +54,19 @@ def test_a_requests_timings_tell_of_its_experts(packed: Server) -> None:
     assert re.search(r"experts = +\d+\.\d % hits \(0\.0 % in host memory\), \d+\.\d MB read from the drive", packed.log)
 
 
+def test_a_long_batch_says_how_far_it_is(tmp_path: Path, model: Path, quarter: list[str]) -> None:
+    with serving(tmp_path, model, *quarter, variables={"EXPERT_PACK_PROGRESS_SECONDS": "0"}) as server:
+        server.text("word " * 200, 1)
+        said = re.findall(
+            r"prompt: (\d) of 4 expert layers of a batch after \d+ s: \d+\.\d GB of experts read, \d+\.\d GB/s, about \d+ s left",
+            server.log,
+        )
+    assert said[:3] == ["1", "2", "3"]
+    with serving(tmp_path, model, *quarter) as server:
+        server.text("word " * 200, 1)
+        assert "expert layers of a batch" not in server.log, "short ones say nothing"
+
+
 def test_a_quarter_reads_and_evicts(packed: Server) -> None:
     packed.text("x " * 150, cache_prompt=False)
     assert packed.counter("evictions_total") > 0

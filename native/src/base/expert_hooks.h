@@ -47,6 +47,9 @@ bool expert_is_described(int fd, const char * tensor);
 void expert_interrupt(void);
 bool expert_interrupted(void);
 
+// Who hears, from the thread that computes, how far a batch has come that takes long; ggml's log otherwise.
+void expert_on_progress(void (*say)(const char * text));
+
 // How many experts computations of all stores wait for, and how many such reads have ended so far.
 int32_t expert_reads_under_way(int64_t * n_ended);
 

@@ -195,13 +195,13 @@ static enum ggml_status run_span(ggml_backend_t backend, ggml_cgraph * cgraph, c
     return status;
 }
 
-// A prompt that needed nearly all of a layer's experts will need nearly all of the next one's: these are read while the first are
-// computed with.
+// What a prompt will need of the next layer is read while one is computed. A prompt that needed nearly all of one will need nearly
+// all of the next.
 static void read_ahead(const expert_span & computing, int64_t n_needed, const expert_span & next) {
-    expert_store * const store    = computing.ref->store;
-    const int64_t        n_expert = store->layers[computing.ref->layer].n_expert;
-    if (next.ref->store == store && 10 * n_needed >= 9 * n_expert && next.ids->ne[0] * next.ids->ne[1] >= 4 * n_expert) {
-        expert_layer_read_ahead(store, next.ref->layer, computing.ref->layer);
+    expert_store * const store = computing.ref->store;
+    const expert_layer & layer = store->layers[computing.ref->layer];
+    if (next.ref->store == store && expert_is_prompt(layer, next.ids->ne[0] * next.ids->ne[1])) {
+        expert_layer_read_ahead(store, next.ref->layer, computing.ref->layer, 10 * n_needed >= 9 * layer.n_expert);
     }
 }
 

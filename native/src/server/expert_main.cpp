@@ -2,6 +2,10 @@
 #include "expert_server_state.h"
 #include "expert_signals.h"
 
+#include "expert_hooks.h"
+
+#include "log.h"
+
 #include <clocale>
 #include <cstdlib>
 #include <cstring>
@@ -25,7 +29,8 @@ int expert_server_main(int argc, char ** argv, const char * executable, const ex
     expert_server_state::get().launcher    = launcher;
     expert_server_state::get().executable  = executable;
     expert_server_state::get().batch_given = gives_batch(argc, argv);
-    const int status                       = llama_server(argc, argv);
+    expert_on_progress([](const char * text) { LOG_INF("prompt: %s\n", text); });
+    const int status = llama_server(argc, argv);
     expert_signals_end();
     return status;
 }

@@ -16,12 +16,25 @@ static thread_local struct {
     std::vector<uint32_t> roles; // [layer] since the layer was last acquired
 } seen;
 
+static thread_local bool cancelled = false;
+
+void expert_cancel(int on) { cancelled = on != 0; }
 void expert_interrupt(void) { interrupted = true; }
 bool expert_interrupted(void) { return interrupted; }
+
+static void note_prompt(expert_books * books, int32_t index, const std::vector<int32_t> & active) {
+    const auto first = books->of_prompt.begin() + books->layers[index].first_key;
+    std::fill(first, first + books->layers[index].n_expert, 0);
+    for (int32_t expert : active) {
+        first[expert] = 1;
+    }
+    books->had_prompt[index] = 1;
+}
 
 static void count_acquire(expert_books * books, int32_t index, const std::vector<int32_t> & active, int64_t n_rows) {
     const expert_tables & tables = books->tables;
     expert_trace_acquire(*books->trace, index, active, n_rows, tables.layer_slots[index]);
+    books->progress.acquire(index, (int32_t) books->layers.size(), n_rows, tables.counters[EXPERT_READ_BYTES]);
     const int64_t now    = ++books->now;
     int64_t       n_hits = 0;
     int64_t       n_host = 0; // of these
@@ -34,6 +47,9 @@ static void count_acquire(expert_books * books, int32_t index, const std::vector
         const bool    is_hit = slot >= 0 && !(ahead && books->ahead.fetched[expert]);
         n_hits += is_hit;
         n_host += is_hit && tables.in_place[slot];
+    }
+    if (expert_is_prompt(books->layers[index], n_rows)) {
+        note_prompt(books, index, active);
     }
     if (ahead) {
         std::fill(books->ahead.fetched.begin(), books->ahead.fetched.end(), 0);
@@ -123,8 +139,8 @@ static void next_pass(expert_books * books, std::unique_lock<std::mutex> & lock)
     op.data.assign(books->layers[op.layer].n_expert, nullptr);
     free_transits(books);
     while (!op.todo.empty()) {
-        if (interrupted) {
-            books->fail("the server is shutting down");
+        if (interrupted || cancelled) {
+            books->fail(interrupted ? "the server is shutting down" : "it was interrupted");
         }
         if (op.failed || !expert_fetch_missing(books, lock)) {
             fail_op(books, lock);

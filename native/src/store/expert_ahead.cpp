@@ -4,14 +4,20 @@
 
 #include <algorithm>
 
-// What of the layer has no slot, as many as have room beside those of it that have one and all of the layer `computing`.
-static expert_fetch absent_experts(const expert_books * books, int32_t layer, int32_t computing) {
+// What a prompt will need of the layer and has no slot, as many as have room beside those of it that have one and all of the
+// layer `computing`.
+static expert_fetch absent_experts(const expert_books * books, int32_t layer, int32_t computing, bool all) {
     const expert_tables & tables = books->tables;
     const expert_layer &  kept   = books->layers[computing];
     const int32_t *       slots  = tables.reserved_slot + books->layers[layer].first_key;
+    const bool            known  = books->had_prompt[layer];
     expert_fetch          wanted = {layer, {}, {}, computing};
     for (int32_t expert = 0; expert < books->layers[layer].n_expert; expert++) {
-        (slots[expert] >= 0 ? wanted.active : wanted.missing).push_back(expert);
+        if (slots[expert] >= 0) {
+            wanted.active.push_back(expert);
+        } else if (known ? books->of_prompt[books->layers[layer].first_key + expert] : all) {
+            wanted.missing.push_back(expert);
+        }
     }
     int32_t n_free = tables.layer_slots[layer] - (int32_t) wanted.active.size();
     if (tables.layer_pool[computing] == tables.layer_pool[layer]) {
@@ -62,14 +68,14 @@ static bool read_on(expert_books * books, const expert_fetch & wanted, std::uniq
     return true;
 }
 
-bool expert_layer_read_ahead(expert_store * store, int32_t layer, int32_t computing) {
+bool expert_layer_read_ahead(expert_store * store, int32_t layer, int32_t computing, bool all) {
     expert_books * const         books = expert_books_of(store);
     std::unique_lock<std::mutex> lock(books->mutex);
     const bool open = books->tables.layer_slots[layer] > 0 && books->layer_dev[layer] == books->layer_dev[computing];
     if (books->busy || books->gone || !open || books->ahead.n_in_flight > 0 || expert_interrupted()) {
         return false;
     }
-    const expert_fetch wanted = absent_experts(books, layer, computing);
+    const expert_fetch wanted = absent_experts(books, layer, computing, all);
     if (wanted.missing.empty()) {
         return false;
     }

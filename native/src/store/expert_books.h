@@ -4,6 +4,7 @@
 #include "expert_error.h"
 #include "expert_loader.h"
 #include "expert_planner.h"
+#include "expert_progress.h"
 #include "expert_store.h"
 #include "expert_trace.h"
 
@@ -54,10 +55,13 @@ struct expert_books final : expert_store, expert_slots {
     std::vector<std::unique_ptr<expert_arena>> arenas;
     std::vector<char>                          slot_checked; // [slot] the digest of what is in it was compared when it was read
     std::vector<int32_t>                       slot_loads;   // [slot] how many experts were published in it
+    std::vector<char>                          of_prompt;    // [key] the last prompt's batch of its layer needed it
+    std::vector<char>                          had_prompt;   // [layer] there was one
     bool                                       busy = false; // an op holds the store
     expert_op                                  op;
     expert_ahead                               ahead;
     int64_t                                    now = 0; // number of the last acquire
+    expert_progress                            progress;
     expert_trace                               no_trace;
     expert_trace *                             trace = &no_trace; // the provider's, or that: nobody wants one
     std::string                                broken;            // why the next op fails: bytes were handed out wrong
@@ -70,7 +74,7 @@ struct expert_books final : expert_store, expert_slots {
     expert_books(const struct stat & file, const expert_layer * layers, int32_t n_layers, const expert_tables & tables,
         const expert_provider & provider) :
         expert_store(layers, n_layers, tables), provider(provider), file_dev(file.st_dev), file_ino(file.st_ino),
-        number(++n_made), slot_checked(n_keys(), 0), slot_loads(n_keys(), 0) {}
+        number(++n_made), slot_checked(n_keys(), 0), slot_loads(n_keys(), 0), of_prompt(n_keys(), 0), had_prompt(n_layers, 0) {}
     ~expert_books();
 
     inline static std::atomic<int64_t> n_made{0}; // in this process and in those that forked it

@@ -34,7 +34,7 @@ def test_metrics_are_valid_and_count(packed: Server) -> None:
 def test_the_log_says_where_experts_have_room(packed: Server) -> None:
     pack = packed.get("/props")["expert_pack"]
     said = re.search(
-        r"expert pack (\S+): 64 experts of 4 layers, .* MiB; room for (\d+) \((\d+) %\) in .* MiB on CPU; policy",
+        r"expert pack (\S+): 64 experts of 4 layers, .* MiB; room for (\d+) \((\d+) %\) in .* MiB on CPU; prompts in batches of 1024 tokens; policy",
         packed.log,
     )
     assert said is not None and said[1] == pack["path"] and said[2] == str(pack["cache_slots"]) and said[3] == "25"

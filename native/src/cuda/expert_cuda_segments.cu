@@ -196,7 +196,7 @@ static enum ggml_status run_span(ggml_backend_t backend, ggml_cgraph * cgraph, c
 }
 
 // What a prompt will need of the next layer is read while one is computed. A prompt that needed nearly all of one will need nearly
-// all of the next.
+// all of the next. At first nothing is computed.
 static void read_ahead(const expert_span & computing, int64_t n_needed, const expert_span & next) {
     expert_store * const store = computing.ref->store;
     const expert_layer & layer = store->layers[computing.ref->layer];

@@ -20,7 +20,7 @@ static expert_fetch absent_experts(const expert_books * books, int32_t layer, in
         }
     }
     int32_t n_free = tables.layer_slots[layer] - (int32_t) wanted.active.size();
-    if (tables.layer_pool[computing] == tables.layer_pool[layer]) {
+    if (computing != layer && tables.layer_pool[computing] == tables.layer_pool[layer]) {
         const int32_t * of_kept = tables.reserved_slot + kept.first_key;
         n_free -= (int32_t) std::count_if(of_kept, of_kept + kept.n_expert, [](int32_t slot) { return slot >= 0; });
     }

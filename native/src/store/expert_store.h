@@ -82,7 +82,7 @@ expert_moved expert_store_move(
 bool expert_layer_begin(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows);
 // A batch of so many pairs of token and expert is a prompt's: each expert of the layer would be used four times.
 inline bool expert_is_prompt(const expert_layer & layer, int64_t n_rows) { return n_rows >= 4 * (int64_t) layer.n_expert; }
-// While a device computes with the experts of the layer `computing`, those of another layer that a prompt will need and that are
+// While a device computes with the experts of the layer `computing` (the same: with none), those of a layer that a prompt will need and that are
 // missing begin to be read: those that the last prompt's batch needed; or if there was none, all, if `all`; as
 // many as have room beside; its next acquire waits for them. Not if somebody else computes with the store. False: none.
 bool expert_layer_read_ahead(expert_store * store, int32_t layer, int32_t computing, bool all);

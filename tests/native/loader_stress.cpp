@@ -142,7 +142,13 @@ static bool read_ahead(books & b, int32_t layer) {
     for (size_t key = 0; key < blocks.size(); key++) {
         b.wanted[key] = b.reserved_slot[key] >= 0 && (layer_of[key] == computing || layer_of[key] == layer);
     }
+    for (size_t key = 0; key < blocks.size(); key++) { // rows of a prompt
+        b.store->of_prompt[key] = layer_of[key] == layer ? below(4) : b.store->of_prompt[key];
+    }
+    b.store->had_prompt[layer] = chance(50);
+    b.ahead                    = true;
     n_ahead += expert_layer_read_ahead(b.store, layer, computing, chance(80));
+    b.ahead = false;
     nap(50, 3000); // the device computes
     return true;
 }

@@ -54,6 +54,7 @@ struct books {
     std::map<int, int32_t>   got;                  // slots by key, of the fetch under way: those the provider knows of
     std::vector<int32_t>     can_go;               // at the first of these: next slots that are not in use, in order
     bool                     by_fetch = false;     // the provider chose them
+    bool                     ahead    = false;     // and native may have shared them out otherwise
     std::vector<char>        given;                // [key] the provider has read it
     bool                     failed       = false; // this round: the decode must fail
     int64_t                  native_bytes = 0;     // of what native brought in, this round
@@ -189,8 +190,29 @@ static void book(books & b, int32_t layer, int32_t expert, int32_t slot) {
     b.expected[EXPERT_FALLBACKS]++;
 }
 
+// What is read ahead gets the slots that were chosen for it, each expert any of them.
+static void see_shared(books & b) {
+    if (!b.by_fetch || !b.ahead) {
+        return;
+    }
+    b.ahead = false;
+    std::vector<int32_t> before, after;
+    for (const auto & [key, slot] : b.got) {
+        before.push_back(slot);
+        after.push_back(b.reserved_slot[key]);
+    }
+    for (auto & [key, slot] : b.got) {
+        slot           = b.reserved_slot[key];
+        b.holder[slot] = key;
+    }
+    std::sort(before.begin(), before.end());
+    std::sort(after.begin(), after.end());
+    check(before == after, "experts got other slots than were chosen for them");
+}
+
 // The provider hears of a slot that it did not choose.
 static void see_taken(books & b, int32_t layer, int32_t expert, int32_t slot) {
+    see_shared(b);
     if (b.got.empty()) {
         see_next(b, layer);
     }
@@ -206,6 +228,7 @@ static void prepare(void * user, int32_t layer, const int32_t * fetched, int32_t
     nap(30, 1000);
     std::lock_guard<std::mutex> lock(b.mutex);
     b.expected[EXPERT_PROVIDER_CALLS]++;
+    see_shared(b);
     for (int i = 0; i < n_fetched; i++) {
         const int key = layers[layer].first_key + fetched[i];
         if (!b.got.count(key)) { // else it may be nowhere again

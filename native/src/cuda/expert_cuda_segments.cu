@@ -175,12 +175,13 @@ static enum ggml_status run_span(ggml_backend_t backend, ggml_cgraph * cgraph, c
         return GGML_STATUS_FAILED;
     }
     std::vector<int32_t> experts;
-    const int32_t *      ids = read_ids(*state, span.ids, ctx.stream());
-    if (!expert_cuda_distinct_ids(span.ref, ids, span.ids->ne[0] * span.ids->ne[1], experts)) {
+    const int64_t        n_ids = span.ids->ne[0] * span.ids->ne[1];
+    const int32_t *      ids   = read_ids(*state, span.ids, ctx.stream());
+    if (!expert_cuda_distinct_ids(span.ref, ids, n_ids, experts)) {
         return GGML_STATUS_FAILED;
     }
     *n_needed               = (int64_t) experts.size();
-    const bool       ok     = expert_layer_begin(span.ref->store, span.ref->layer, experts, span.ids->ne[0] * span.ids->ne[1]);
+    const bool       ok     = expert_layer_begin(span.ref->store, span.ref->layer, experts, n_ids, ids);
     enum ggml_status status = GGML_STATUS_SUCCESS;
     if (ok && expert_op_more(span.ref)) {
         status = run_passes(backend, cgraph, span, compute, *state, experts);
@@ -195,13 +196,25 @@ static enum ggml_status run_span(ggml_backend_t backend, ggml_cgraph * cgraph, c
     return status;
 }
 
+static bool is_prompt(const expert_span & span) {
+    return expert_is_prompt(span.ref->store->layers[span.ref->layer], span.ids->ne[0] * span.ids->ne[1]);
+}
+
 // What a prompt will need of the next layer is read while one is computed. A prompt that needed nearly all of one will need nearly
-// all of the next. At first nothing is computed.
+// all of the next.
 static void read_ahead(const expert_span & computing, int64_t n_needed, const expert_span & next) {
-    expert_store * const store = computing.ref->store;
-    const expert_layer & layer = store->layers[computing.ref->layer];
-    if (next.ref->store == store && expert_is_prompt(layer, next.ids->ne[0] * next.ids->ne[1])) {
-        expert_layer_read_ahead(store, next.ref->layer, computing.ref->layer, 10 * n_needed >= 9 * layer.n_expert);
+    expert_store * const store    = computing.ref->store;
+    const int64_t        n_expert = store->layers[computing.ref->layer].n_expert;
+    if (next.ref->store == store && is_prompt(next)) {
+        expert_layer_read_ahead(store, next.ref->layer, computing.ref->layer, 10 * n_needed >= 9 * n_expert);
+    }
+}
+
+// The first layer's are read while what comes before it is computed.
+static void read_first(const expert_span & first, cudaStream_t stream) {
+    if (is_prompt(first)) {
+        CUDA_CHECK(cudaStreamSynchronize(stream)); // what was launched before reads slots that may be taken now
+        expert_layer_read_ahead(first.ref->store, first.ref->layer, first.ref->layer, false);
     }
 }
 
@@ -214,6 +227,7 @@ enum ggml_status expert_cuda_run_segments(ggml_backend_t backend, ggml_cgraph * 
     }
     // before anything is launched: a first launch loads code, which waits for the GPU, and that may wait for a lookup
     expert_cuda_take_arena(*state, ctx, spans.front().ref);
+    read_first(spans.front(), ctx.stream());
     in_segments               = true;
     enum ggml_status status   = GGML_STATUS_SUCCESS;
     int              next     = 0;

@@ -22,11 +22,11 @@ void expert_cancel(int on) { cancelled = on != 0; }
 void expert_interrupt(void) { interrupted = true; }
 bool expert_interrupted(void) { return interrupted; }
 
-static void note_prompt(expert_books * books, int32_t index, const std::vector<int32_t> & active) {
+static void note_prompt(expert_books * books, int32_t index, const int32_t * ids, int64_t n_rows) {
     const auto first = books->of_prompt.begin() + books->layers[index].first_key;
     std::fill(first, first + books->layers[index].n_expert, 0);
-    for (int32_t expert : active) {
-        first[expert] = 1;
+    for (int64_t i = 0; i < n_rows; i++) {
+        first[ids[i]]++;
     }
     books->had_prompt[index] = 1;
 }
@@ -34,7 +34,8 @@ static void note_prompt(expert_books * books, int32_t index, const std::vector<i
 static void count_acquire(expert_books * books, int32_t index, const std::vector<int32_t> & active, int64_t n_rows) {
     const expert_tables & tables = books->tables;
     expert_trace_acquire(*books->trace, index, active, n_rows, tables.layer_slots[index]);
-    books->progress.acquire(index, (int32_t) books->layers.size(), n_rows, tables.counters[EXPERT_READ_BYTES]);
+    const int64_t n_read = __atomic_load_n(&tables.counters[EXPERT_READ_BYTES], __ATOMIC_RELAXED);
+    books->progress.acquire(index, (int32_t) books->layers.size(), n_rows, n_read);
     const int64_t now    = ++books->now;
     int64_t       n_hits = 0;
     int64_t       n_host = 0; // of these
@@ -47,9 +48,6 @@ static void count_acquire(expert_books * books, int32_t index, const std::vector
         const bool    is_hit = slot >= 0 && !(ahead && books->ahead.fetched[expert]);
         n_hits += is_hit;
         n_host += is_hit && tables.in_place[slot];
-    }
-    if (expert_is_prompt(books->layers[index], n_rows)) {
-        note_prompt(books, index, active);
     }
     if (ahead) {
         std::fill(books->ahead.fetched.begin(), books->ahead.fetched.end(), 0);
@@ -241,7 +239,8 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
     next_pass(books, lock);
 }
 
-bool expert_layer_begin(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows) {
+bool expert_layer_begin(
+    expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows, const int32_t * ids) {
     expert_books *               books = expert_books_of(store);
     std::unique_lock<std::mutex> lock  = take_store(books, layer, 0, 1);
     if (books->op.failed || !ready_to_compute(books, layer, lock)) {
@@ -251,6 +250,9 @@ bool expert_layer_begin(expert_store * store, int32_t layer, const std::vector<i
     books->op.todo         = experts;
     if (n_rows > 0) {
         count_acquire(books, layer, experts, n_rows);
+    }
+    if (ids && expert_is_prompt(books->layers[layer], n_rows)) {
+        note_prompt(books, layer, ids, n_rows);
     }
     expert_adopt_reads_ahead(books);
     next_pass(books, lock);

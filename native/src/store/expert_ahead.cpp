@@ -3,6 +3,7 @@
 #include "expert_fetch.h"
 
 #include <algorithm>
+#include <numeric>
 
 // What a prompt will need of the layer and has no slot, as many as have room beside those of it that have one and all of the
 // layer `computing`.
@@ -15,7 +16,7 @@ static expert_fetch absent_experts(const expert_books * books, int32_t layer, in
     for (int32_t expert = 0; expert < books->layers[layer].n_expert; expert++) {
         if (slots[expert] >= 0) {
             wanted.active.push_back(expert);
-        } else if (known ? books->of_prompt[books->layers[layer].first_key + expert] : all) {
+        } else if (known ? books->of_prompt[books->layers[layer].first_key + expert] > 0 : all) {
             wanted.missing.push_back(expert);
         }
     }
@@ -27,6 +28,24 @@ static expert_fetch absent_experts(const expert_books * books, int32_t layer, in
     wanted.missing.resize(std::min<size_t>(wanted.missing.size(), std::max(n_free, 0)));
     wanted.active.insert(wanted.active.end(), wanted.missing.begin(), wanted.missing.end());
     return wanted;
+}
+
+// Who has most rows gets a slot on the device: kernels read an expert once for every 128 rows or so. Under the lock.
+static void share_slots(expert_books * books, expert_fetch & wanted, const std::vector<int32_t> & slots) {
+    const expert_tables & tables    = books->tables;
+    const int32_t         first_key = books->layers[wanted.layer].first_key;
+    std::vector<int32_t>  by_rows   = wanted.missing;
+    std::vector<size_t>   by_place(slots.size()); // indices of slots, those on the device first
+    std::iota(by_place.begin(), by_place.end(), 0);
+    std::stable_sort(by_rows.begin(), by_rows.end(),
+        [&](int32_t a, int32_t b) { return books->of_prompt[first_key + a] > books->of_prompt[first_key + b]; });
+    std::stable_partition(by_place.begin(), by_place.end(), [&](size_t i) { return tables.in_place[slots[i]] == 0; });
+    for (size_t i = 0; i < slots.size(); i++) {
+        const size_t at                              = by_place[i];
+        wanted.missing[at]                           = by_rows[i];
+        tables.owner[slots[at]]                      = first_key + by_rows[i];
+        tables.reserved_slot[first_key + by_rows[i]] = slots[at];
+    }
 }
 
 // Under the lock.
@@ -43,7 +62,7 @@ static void begin_ahead(expert_books * books, const expert_fetch & wanted) {
 }
 
 // With the store taken, its lock held. False: it got no slots.
-static bool read_on(expert_books * books, const expert_fetch & wanted, std::unique_lock<std::mutex> & lock) {
+static bool read_on(expert_books * books, expert_fetch & wanted, std::unique_lock<std::mutex> & lock) {
     expert_count(&books->tables.counters[EXPERT_PROVIDER_CALLS], 1);
     std::vector<int32_t> slots = expert_take_next_slots(books, wanted);
     lock.unlock();
@@ -58,6 +77,7 @@ static bool read_on(expert_books * books, const expert_fetch & wanted, std::uniq
     if (slots.empty()) {
         return false;
     }
+    share_slots(books, wanted, slots);
     begin_ahead(books, wanted);
     books->slot_arena[slots[0]]->touched = true; // what has left is in no acquire's changes
     lock.unlock();
@@ -75,7 +95,7 @@ bool expert_layer_read_ahead(expert_store * store, int32_t layer, int32_t comput
     if (books->busy || books->gone || !open || books->ahead.n_in_flight > 0 || expert_interrupted()) {
         return false;
     }
-    const expert_fetch wanted = absent_experts(books, layer, computing, all);
+    expert_fetch wanted = absent_experts(books, layer, computing, all);
     if (wanted.missing.empty()) {
         return false;
     }

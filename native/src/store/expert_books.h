@@ -55,7 +55,7 @@ struct expert_books final : expert_store, expert_slots {
     std::vector<std::unique_ptr<expert_arena>> arenas;
     std::vector<char>                          slot_checked; // [slot] the digest of what is in it was compared when it was read
     std::vector<int32_t>                       slot_loads;   // [slot] how many experts were published in it
-    std::vector<char>                          of_prompt;    // [key] the last prompt's batch of its layer needed it
+    std::vector<int32_t>                       of_prompt;    // [key] rows of the last prompt's batch of its layer
     std::vector<char>                          had_prompt;   // [layer] there was one
     bool                                       busy = false; // an op holds the store
     expert_op                                  op;

@@ -78,13 +78,14 @@ expert_moved expert_store_move(
 // ---- a whole layer in device memory, between expert_layer_begin() and expert_op_end(): passes as in host memory
 
 // Takes the store, counts the acquire and makes the first pass. experts: distinct, in range. n_rows: pairs of token and
-// expert, 0: expert_layer_count() has counted it. False if that failed.
-bool expert_layer_begin(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows);
+// expert, 0: expert_layer_count() has counted it; ids: [n_rows] their experts, if it may be a prompt. False if that failed.
+bool expert_layer_begin(
+    expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows, const int32_t * ids = nullptr);
 // A batch of so many pairs of token and expert is a prompt's: each expert of the layer would be used four times.
 inline bool expert_is_prompt(const expert_layer & layer, int64_t n_rows) { return n_rows >= 4 * (int64_t) layer.n_expert; }
-// While a device computes with the experts of the layer `computing` (the same: with none), those of a layer that a prompt will need and that are
-// missing begin to be read: those that the last prompt's batch needed; or if there was none, all, if `all`; as
-// many as have room beside; its next acquire waits for them. Not if somebody else computes with the store. False: none.
+// While a device computes with the experts of the layer `computing` (or with none: the same layer), what a prompt will need of a layer
+// and is missing begins to be read, as far as there is room beside: what the last prompt's batch needed of it; if there was none,
+// all, if `all`. Its next acquire waits for what it needs of that. Not if somebody else computes with the store. False: nothing.
 bool expert_layer_read_ahead(expert_store * store, int32_t layer, int32_t computing, bool all);
 // Counts an acquire whose experts are all resident.
 void expert_layer_count(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows);

@@ -113,7 +113,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         if unknown:
             raise TypeError(f"Llama() got unknown keyword arguments: {', '.join(unknown)}")
         self._provider: Provider | None = None
-        self._batch_is_ours = False  # to choose
+        self._batch_is_ours = self._has_chosen_batch = False
         self._may_share = False  # a pack with other models: it has to be left
         self._must_replay = False
         self._batch_ends: list[int] = []  # token counts at which the evaluated batches ended, rising
@@ -166,8 +166,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         if not any(llama_kwargs.get(name) for name in (*_CHOOSES_BATCHES, *_NEEDS_ALL_OUTPUTS)):
             self._batch_is_ours = True
             if llama_kwargs.get("n_ctx") == 0:  # as long as the model's
-                metadata = read_model(model_path).metadata
-                length = metadata.get(f"{pack.manifest.model.architecture}.context_length")
+                key = f"{pack.manifest.model.architecture}.context_length"
+                length = (llama_kwargs.get("kv_overrides") or {}).get(key, read_model(model_path).metadata.get(key))
                 self._batch_is_ours = isinstance(length, int)
                 llama_kwargs["n_ctx"] = length if self._batch_is_ours else 0
         return shared
@@ -266,7 +266,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
         self._provider = inherited
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "n_cpu_moe": self._n_cpu_moe, **self._expert_args}
+        state = {**super().__getstate__(), "n_cpu_moe": self._n_cpu_moe, **self._expert_args}
+        return {name: value for name, value in state.items() if not (self._batch_is_ours and name in _CHOOSES_BATCHES)}
 
     # llama_cpp assigns it when it has loaded it, and makes the context afterwards
     @property
@@ -279,8 +280,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
     @_model.setter
     def _model(self, model: Any) -> None:
         self.__dict__["_model"] = model
-        if self._batch_is_ours:
-            self._batch_is_ours = False
+        if self._batch_is_ours and not self._has_chosen_batch:
+            self._has_chosen_batch = True
             self._choose_batch()
 
     # llama_cpp assigns the parameters once and loads the model with them; this is the only place to change them.

@@ -50,7 +50,7 @@ def replay_as_recorded(trace: Trace, policy: Policy, pools: Sequence[Pool] | Non
 
 def _replay_session(trace: Trace, cache: ReplayCache, keys: NDArray[np.intp], first: int, last: int) -> None:
     now = 0
-    ahead: dict[int, NDArray[np.intp]] = {}  # by layer: keys fetched before its acquire, where they count as missing
+    ahead: dict[int, NDArray[np.intp]] = {}  # the last layer's that was read ahead: its keys, missing at its acquire
     failed_early: list[int] = []  # keys whose reads ended before their fetch was recorded
     for i in range(first, last):
         kind, number, layer = trace.kind[i], int(trace.number[i]), int(trace.layer[i])
@@ -77,8 +77,8 @@ def _replay_session(trace: Trace, cache: ReplayCache, keys: NDArray[np.intp], fi
         elif kind == Kind.AHEAD:
             if (cache.reserved_slot[wanted] != NONE).any():
                 raise _contradiction(trace, i)
-            cache.fetch(layer, wanted, cache.kept_beside(layer, number), now)
-            ahead[layer] = wanted
+            cache.fetch_ahead(layer, wanted, cache.kept_beside(layer, number), now)
+            ahead = {layer: wanted}
         elif kind == Kind.READ_FAILED and cache.reserved_slot[wanted[0]] == NONE:
             failed_early.append(int(wanted[0]))
         elif kind == Kind.READ_FAILED:

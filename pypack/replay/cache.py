@@ -84,6 +84,15 @@ class ReplayCache(Tables):
         for i in range(n, len(missing), n_slots):
             self.fetch(layer, missing[i : i + n_slots], self.reserved_slot[:0], now)
 
+    def fetch_ahead(self, layer: int, wanted: Keys, kept: NDArray[np.int32], now: int) -> None:
+        """The slots are chosen for the keys in rising order; each gets one of them as recorded."""
+        pool = self.pool_of_layer[layer]
+        slots, n_evicted = pool.take(np.sort(wanted), kept, now)
+        self.counts.evictions += n_evicted
+        self.owner[slots] = wanted
+        self.reserved_slot[wanted] = slots
+        pool.prepare(wanted, now)
+
     def kept_beside(self, layer: int, other: int) -> NDArray[np.int32]:
         """Slots of two layers' experts, in the pool of the first."""
         layers = {layer, other} if self.pool_of_layer.get(other) is self.pool_of_layer[layer] else {layer}

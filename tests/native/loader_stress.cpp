@@ -163,22 +163,13 @@ static bool run_round(books & b, bool by_layer) {
     std::iota(experts.begin(), experts.end(), 0);
     std::shuffle(experts.begin(), experts.end(), random_bits);
     experts.resize(chance(10) ? n : 1 + below(chance(50) ? n : std::min(n, 5)));
-    b.failed                       = false;
-    b.native_bytes                 = 0;
-    const int64_t read_before      = b.counters[EXPERT_READ_BYTES];
-    const int64_t withdrawn_before = n_withdrawn;
-    pread_bytes                    = 0;
-    const bool              ahead  = read_ahead(b, layer);
-    const std::vector<char> coming = ahead && store->ahead.layer == layer ? store->ahead.fetched : std::vector<char>(n, 0);
-    if (chance(50)) {
-        expert_wait_for_reads_ahead(store);
-    } else { // else which of the next slots can go depends on when reads end
-        for (int32_t expert = 0; expert < n; expert++) {
-            if (coming[expert] && std::find(experts.begin(), experts.end(), expert) == experts.end()) {
-                experts.push_back(expert);
-            }
-        }
-    }
+    b.failed                            = false;
+    b.native_bytes                      = 0;
+    const int64_t read_before           = b.counters[EXPERT_READ_BYTES];
+    const int64_t withdrawn_before      = n_withdrawn;
+    pread_bytes                         = 0;
+    const bool                   ahead  = read_ahead(b, layer);
+    const std::vector<char>      coming = ahead && store->ahead.layer == layer ? store->ahead.fetched : std::vector<char>(n, 0);
     std::unique_lock<std::mutex> lock(b.mutex);
     std::fill(b.wanted.begin(), b.wanted.end(), 0);
     for (int32_t expert : experts) {
@@ -205,6 +196,7 @@ static bool run_round(books & b, bool by_layer) {
         expert_op_next(ref);
         check_pass(b, layer);
     }
+    expert_wait_for_reads_ahead(store); // what was not needed
     check_quiet(b);
     const bool ok = expert_op_end(ref);
     for (std::thread & thread : b.reading) {

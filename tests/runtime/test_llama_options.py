@@ -372,4 +372,6 @@ def test_a_start_says_where_experts_have_room(verbose: bool, tmp_path: Path, cap
     path = variant("type-Q4_K", tmp_path)
     with loaded(path, verbose=verbose, expert_cache=minimum_budget(open_pack(find_pack(path)))):
         said = capfd.readouterr().err
-    assert (f"expert pack {find_pack(path)}: " in said and " on CPU; policy " in said) == verbose
+    assert (
+        f"expert pack {find_pack(path)}: " in said and " on CPU; prompts in batches of 64 tokens; policy " in said
+    ) == verbose

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_expert_pack.pypack.command.cli import cli
+from llama_expert_pack.pypack.errors import TraceError
 from llama_expert_pack.pypack.format.layout import Layer
 from llama_expert_pack.pypack.policy import aged_frequency
 from llama_expert_pack.pypack.policy.aged_frequency import half_life
@@ -107,6 +108,22 @@ def test_a_read_may_fail_before_its_fetch_is_recorded() -> None:
         found.append(replay_as_recorded(trace, REPLAY_POLICIES["lru"](), trace.pools(2 * 4096)))
     assert found[0] == found[1]
     assert (found[0].hits, found[0].misses, found[0].evictions) == (0, 6, 2)
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3-fifo", "adaptive"])
+def test_what_is_read_ahead_counts_as_missing(policy: str) -> None:
+    """Two layers of one pool of five slots: what is read ahead spares what is computed with, and has slots in recorded order."""
+    kinds = [Kind.ACQUIRE, Kind.AHEAD, Kind.ACQUIRE, Kind.ACQUIRE]
+    events = [(0, [0, 1]), (1, [3, 1, 2]), (1, [1, 2, 4]), (0, [0, 1])]
+    trace = make_trace([(5, 4096), (5, 4096)], events)
+    trace = replace(trace, kind=np.array(kinds, np.uint8), number=np.array([2, 0, 3, 2]))
+    counts = replay_as_recorded(trace, REPLAY_POLICIES[policy](), trace.pools(5 * 4096))
+    assert counts.acquires == 3
+    assert counts.misses >= 2 + 3 and counts.hits + counts.misses == 7
+    assert counts.evictions >= 1, "the fifth of layer 1 needs a slot of somebody's"
+    twice = replace(trace, kind=np.array([Kind.ACQUIRE, Kind.AHEAD, Kind.AHEAD, Kind.ACQUIRE], np.uint8))
+    with pytest.raises(TraceError, match="other experts are in the cache than record 2 says"):
+        replay_as_recorded(twice, REPLAY_POLICIES[policy](), trace.pools(5 * 4096))
 
 
 @pytest.mark.parametrize("path", sorted(STORED.iterdir()), ids=lambda path: path.name)

@@ -6,20 +6,25 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <mutex>
 
-// While it lives: contexts of the model get no memory, and nobody hears of them.
+// While it lives: contexts of the model get no memory, and nobody hears of them. One at a time, for there is one log.
 struct trial {
-    llama_model &     model;
-    ggml_log_callback callback = nullptr;
-    void *            data     = nullptr;
+    inline static std::mutex          one;
+    const std::lock_guard<std::mutex> lock{one};
+    llama_model &                     model;
+    const uint32_t                    n_ctx_train; // some contexts change it
+    ggml_log_callback                 callback = nullptr;
+    void *                            data     = nullptr;
 
-    explicit trial(llama_model & model) : model(model) {
+    explicit trial(llama_model & model) : model(model), n_ctx_train(model.hparams.n_ctx_train) {
         llama_log_get(&callback, &data);
         llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
         model.hparams.no_alloc = true;
     }
     ~trial() {
-        model.hparams.no_alloc = false;
+        model.hparams.no_alloc    = false;
+        model.hparams.n_ctx_train = n_ctx_train;
         llama_log_set(callback, data);
     }
 };
@@ -48,6 +53,15 @@ static std::map<ggml_backend_dev_t, uint64_t> bytes_of(llama_context & context, 
     return taken;
 }
 
+static std::map<ggml_backend_dev_t, size_t> free_now() {
+    std::map<ggml_backend_dev_t, size_t> found;
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        size_t total = 0;
+        ggml_backend_dev_memory(ggml_backend_dev_get(i), &found[ggml_backend_dev_get(i)], &total);
+    }
+    return found;
+}
+
 // Of a context with these parameters, but physical batches of n_ubatch tokens. Writes for each device, [n_max] at most, its name,
 // bytes that are free on it now, and bytes that it would take. Returns how many, 0: there can be no such context.
 extern "C" LLAMA_API int32_t llama_expert_context_bytes(llama_model * model, const llama_context_params * params,
@@ -55,19 +69,17 @@ extern "C" LLAMA_API int32_t llama_expert_context_bytes(llama_model * model, con
     llama_context_params changed = *params;
     changed.n_ubatch             = n_ubatch;
     changed.n_batch              = std::max(changed.n_batch, n_ubatch);
-    const trial                    nothing_is_allocated(*model);
-    std::unique_ptr<llama_context> context(llama_init_from_model(model, changed));
+    const trial                          nothing_is_allocated(*model);
+    std::map<ggml_backend_dev_t, size_t> free = free_now(); // some memory of recurrent models is taken all the same
+    std::unique_ptr<llama_context>       context(llama_init_from_model(model, changed));
     if (!context) {
         return 0;
     }
     int32_t n = 0;
     for (const auto & [dev, n_bytes] : bytes_of(*context, changed.n_outputs_max ? changed.n_outputs_max : changed.n_batch)) {
-        size_t free  = 0;
-        size_t total = 0;
         if (dev && n < n_max) {
-            ggml_backend_dev_memory(dev, &free, &total);
             names[n]         = ggml_backend_dev_name(dev);
-            free_bytes[n]    = free;
+            free_bytes[n]    = free[dev];
             taken_bytes[n++] = n_bytes;
         }
     }

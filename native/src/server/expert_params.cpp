@@ -59,18 +59,15 @@ static std::vector<ggml_backend_dev_t> model_gpus(const common_params & params) 
 
 bool expert_has_gpu(const common_params & params) { return !model_gpus(params).empty(); }
 
-// Where batches are not llama.cpp's default somebody has chosen them. A draft model gets the batches that the server has
-// planned with, and its memory is not known yet.
+// Where batches are not llama.cpp's default somebody has chosen them. What a draft model or a projector will take is not known yet.
 uint32_t expert_batch_max(const common_params & params, const llama_model * model, const llama_context_params & cparams) {
     const common_params defaults{};
-    if (params.n_batch != defaults.n_batch || params.n_ubatch != defaults.n_ubatch || params.embedding) {
-        return cparams.n_ubatch;
-    }
-    const auto & types = params.speculative.types;
-    const bool   has_draft =
-        params.speculative.has_dft() || std::find(types.begin(), types.end(), COMMON_SPECULATIVE_TYPE_DRAFT_MTP) != types.end();
+    const auto &        types = params.speculative.types;
+    const bool is_ours        = params.n_batch == defaults.n_batch && params.n_ubatch == defaults.n_ubatch && !params.embedding &&
+                         params.mmproj.path.empty() && !params.speculative.has_dft() &&
+                         std::find(types.begin(), types.end(), COMMON_SPECULATIVE_TYPE_DRAFT_MTP) == types.end();
     const uint32_t n_ctx = cparams.n_ctx ? cparams.n_ctx : (uint32_t) llama_model_n_ctx_train(model);
-    return has_draft ? std::min(cparams.n_batch, n_ctx) : n_ctx;
+    return is_ours ? n_ctx : cparams.n_ubatch;
 }
 
 std::vector<expert_device_share> expert_device_shares(const common_params & params, size_t n_max) {

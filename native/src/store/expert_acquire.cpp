@@ -19,6 +19,7 @@ static thread_local struct {
 static thread_local bool cancelled = false;
 
 void expert_cancel(int on) { cancelled = on != 0; }
+bool expert_is_cancelled() { return cancelled; }
 void expert_interrupt(void) { interrupted = true; }
 bool expert_interrupted(void) { return interrupted; }
 
@@ -31,15 +32,16 @@ static void note_prompt(expert_books * books, int32_t index, const int32_t * ids
     books->had_prompt[index] = 1;
 }
 
-static void count_acquire(expert_books * books, int32_t index, const std::vector<int32_t> & active, int64_t n_rows) {
+// What is to be said of it, without the lock; mostly nothing.
+static std::string count_acquire(expert_books * books, int32_t index, const std::vector<int32_t> & active, int64_t n_rows) {
     const expert_tables & tables = books->tables;
     expert_trace_acquire(*books->trace, index, active, n_rows, tables.layer_slots[index]);
-    const int64_t n_read = __atomic_load_n(&tables.counters[EXPERT_READ_BYTES], __ATOMIC_RELAXED);
-    books->progress.acquire(index, (int32_t) books->layers.size(), n_rows, n_read);
-    const int64_t now    = ++books->now;
-    int64_t       n_hits = 0;
-    int64_t       n_host = 0; // of these
-    const bool    ahead  = books->ahead.layer == index;
+    const int64_t     n_read = __atomic_load_n(&tables.counters[EXPERT_READ_BYTES], __ATOMIC_RELAXED);
+    const std::string said   = books->progress.acquire(index, (int32_t) books->layers.size(), n_rows, n_read);
+    const int64_t     now    = ++books->now;
+    int64_t           n_hits = 0;
+    int64_t           n_host = 0; // of these
+    const bool        ahead  = books->ahead.layer == index;
     for (int32_t expert : active) {
         const int32_t key = books->layers[index].first_key + expert;
         tables.freq[key]++;
@@ -57,6 +59,15 @@ static void count_acquire(expert_books * books, int32_t index, const std::vector
     tables.counters[EXPERT_HOST_HITS] += n_host;
     tables.counters[EXPERT_HOST_BYTES] += n_host * (int64_t) books->layers[index].block_bytes;
     tables.counters[EXPERT_MISSES] += (int64_t) active.size() - n_hits;
+    return said;
+}
+
+static void say_unlocked(const std::string & text, std::unique_lock<std::mutex> & lock) {
+    if (!text.empty()) {
+        lock.unlock();
+        expert_say_progress(text.c_str());
+        lock.lock();
+    }
 }
 
 void expert_books::count_wait(std::chrono::steady_clock::time_point start) {
@@ -232,8 +243,9 @@ void expert_op_begin(const expert_ref * ref, const int64_t * rows, int n_threads
             op.todo.push_back(expert);
         }
     }
+    expert_wait_for_guesses(books, lock);
     if (is_first_role(books, ref)) {
-        count_acquire(books, ref->layer, op.todo, n_rows);
+        say_unlocked(count_acquire(books, ref->layer, op.todo, n_rows), lock);
     }
     expert_adopt_reads_ahead(books);
     next_pass(books, lock);
@@ -248,8 +260,9 @@ bool expert_layer_begin(
     }
     books->op.as_they_come = false;
     books->op.todo         = experts;
+    expert_wait_for_guesses(books, lock);
     if (n_rows > 0) {
-        count_acquire(books, layer, experts, n_rows);
+        say_unlocked(count_acquire(books, layer, experts, n_rows), lock);
     }
     if (ids && expert_is_prompt(books->layers[layer], n_rows)) {
         note_prompt(books, layer, ids, n_rows);
@@ -260,9 +273,9 @@ bool expert_layer_begin(
 }
 
 void expert_layer_count(expert_store * store, int32_t layer, const std::vector<int32_t> & experts, int64_t n_rows) {
-    expert_books *              books = expert_books_of(store);
-    std::lock_guard<std::mutex> lock(books->mutex);
-    count_acquire(books, layer, experts, n_rows);
+    expert_books *               books = expert_books_of(store);
+    std::unique_lock<std::mutex> lock(books->mutex);
+    say_unlocked(count_acquire(books, layer, experts, n_rows), lock);
 }
 
 const char * const * expert_op_data(const expert_ref * ref) { return expert_books_of(ref->store)->op.data.data(); }

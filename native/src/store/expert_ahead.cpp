@@ -92,7 +92,7 @@ bool expert_layer_read_ahead(expert_store * store, int32_t layer, int32_t comput
     expert_books * const         books = expert_books_of(store);
     std::unique_lock<std::mutex> lock(books->mutex);
     const bool open = books->tables.layer_slots[layer] > 0 && books->layer_dev[layer] == books->layer_dev[computing];
-    if (books->busy || books->gone || !open || books->ahead.n_in_flight > 0 || expert_interrupted()) {
+    if (books->busy || books->gone || !open || books->ahead.n_in_flight > 0 || expert_interrupted() || expert_is_cancelled()) {
         return false;
     }
     expert_fetch wanted = absent_experts(books, layer, computing, all);
@@ -124,4 +124,25 @@ void expert_wait_for_reads_ahead(expert_store * store) {
     expert_books * const         books = expert_books_of(store);
     std::unique_lock<std::mutex> lock(books->mutex);
     books->changed.wait(lock, [&] { return books->ahead.n_in_flight == 0; });
+}
+
+// Of what is read ahead.
+static int32_t n_not_needed(const expert_books * books) {
+    const expert_op &    op     = books->op;
+    const expert_ahead & ahead  = books->ahead;
+    int32_t              needed = 0;
+    for (int32_t expert : op.todo) {
+        needed += ahead.layer == op.layer && ahead.in_flight[expert];
+    }
+    return ahead.n_in_flight - needed;
+}
+
+void expert_wait_for_guesses(expert_books * books, std::unique_lock<std::mutex> & lock) {
+    const expert_op & op       = books->op;
+    const int32_t *   reserved = books->tables.reserved_slot + books->layers[op.layer].first_key;
+    // a read may fail just now: the provider takes no lock of ours
+    const auto is_missing = [&](int32_t expert) { return __atomic_load_n(&reserved[expert], __ATOMIC_RELAXED) < 0; };
+    if (books->ahead.n_in_flight > 0 && std::any_of(op.todo.begin(), op.todo.end(), is_missing)) {
+        books->changed.wait(lock, [&] { return n_not_needed(books) == 0; });
+    }
 }

@@ -114,6 +114,11 @@ expert_host_slots * expert_refused(expert_books * books, const std::vector<int32
 // Chooses slots for the op's missing experts, as many as fit, and starts their reads. Under the lock, which is given back
 // meanwhile: the provider may take long. False and the store's error if there are no slots.
 bool expert_fetch_missing(expert_books * books, std::unique_lock<std::mutex> & lock);
+// What was read ahead and the op does not need has slots that it may need: if it will fetch anything, it waits for that. Before
+// the acquire is counted: what then is where must not depend on when reads end. With the store taken.
+void expert_wait_for_guesses(expert_books * books, std::unique_lock<std::mutex> & lock);
+// Somebody has interrupted the computation on this thread.
+bool expert_is_cancelled();
 // The op waits for what was read ahead of what it has to do. Under the lock.
 void expert_adopt_reads_ahead(expert_books * books);
 void expert_wait_for_reads_ahead(expert_store * store);

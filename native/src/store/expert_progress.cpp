@@ -12,6 +12,8 @@ static void log_info(const char * text) { GGML_LOG_INFO("%s\n", text); }
 
 static std::atomic<void (*)(const char *)> say{log_info};
 
+void expert_say_progress(const char * text) { say.load()(text); }
+
 void expert_on_progress(void (*other)(const char * text)) { say = other; }
 
 // Tests shorten it.
@@ -20,7 +22,7 @@ static double seconds_between_lines() {
     return given ? atof(given) : 5;
 }
 
-void expert_progress::acquire(int32_t layer, int32_t n_layers, int64_t n_rows, int64_t n_read) {
+std::string expert_progress::acquire(int32_t layer, int32_t n_layers, int64_t n_rows, int64_t n_read) {
     const clock::time_point now = clock::now();
     const auto seconds_since    = [&](clock::time_point then) { return std::chrono::duration<double>(now - then).count(); };
     if (layer <= last_layer) {
@@ -29,7 +31,7 @@ void expert_progress::acquire(int32_t layer, int32_t n_layers, int64_t n_rows, i
     }
     last_layer = layer;
     if (layer == 0 || seconds_since(said) < seconds_between_lines()) {
-        return;
+        return "";
     }
     said                   = now;
     const double elapsed_s = seconds_since(started);
@@ -40,5 +42,5 @@ void expert_progress::acquire(int32_t layer, int32_t n_layers, int64_t n_rows, i
         "token "
         "and expert a layer)",
         layer, n_layers, elapsed_s, n_gb, n_gb / elapsed_s, elapsed_s * (n_layers - layer) / layer, (long long) n_rows);
-    say.load()(text);
+    return text;
 }

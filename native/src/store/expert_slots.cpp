@@ -40,8 +40,9 @@ bool expert_books::copy_to(int32_t slot, char * dest, const void * bytes, uint64
 
 char * expert_books::transit(int32_t layer, int32_t slot) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto                  found = slot_arena[slot]->transits.find(tables.layer_pool[layer]);
-    const bool                  waits = !op.as_they_come && layer == op.layer; // the device does, for this pass
+    const auto                  found  = slot_arena[slot]->transits.find(tables.layer_pool[layer]);
+    const int64_t               expert = tables.owner[slot] - layers[layer].first_key;
+    const bool                  waits = !op.as_they_come && layer == op.layer && op.in_flight[expert]; // the device, in this pass
     return waits && found != slot_arena[slot]->transits.end() ? found->second.take(slot, slot_copy) : nullptr;
 }
 

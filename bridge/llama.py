@@ -89,7 +89,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[name-defined, misc]
     Args:
         model_path: the GGUF; its first shard if it is split.
         n_cpu_moe: so many blocks, from the first on, compute their experts on the CPU, as with llama-server's --n-cpu-moe.
-        n_batch, n_ubatch: with a pack and neither of them given, as many as memory allows beside the experts, 8192 at most:
+        n_batch, n_ubatch: with a pack and neither of them given, as many as memory allows beside the experts, 8192 at most (1024 on the CPU):
             a prompt reads the experts once for each ``n_ubatch`` tokens.
         expert_...: the options in pypack/values/options.py.
         **llama_kwargs: as for ``llama_cpp.Llama``; unlike there, unknown ones are refused.

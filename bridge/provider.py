@@ -17,7 +17,7 @@ from ..pypack.drive.reader import Reader
 from ..pypack.errors import BudgetError, ExpertPackError, NativeError, ReadError, UsageError
 from ..pypack.format.layout import Layer, payload_bytes
 from ..pypack.format.pack import Pack
-from ..pypack.placement.batch import Held, choose_batch, pass_bytes
+from ..pypack.placement.batch import MOST_ON_CPU, Held, choose_batch, pass_bytes
 from ..pypack.placement.budget import (
     PoolPlan,
     cache_budget,
@@ -113,6 +113,7 @@ class Provider:
             if device != ffi.NULL:
                 layers.setdefault(text_of(device), []).append(layer)
         whole = sum(payload_bytes(of_device) for of_device in layers.values())
+        most = min(most, MOST_ON_CPU) if "CPU" in layers else most
         return choose_batch(most, whole, lambda n: self._held(layers, measure(n), n))
 
     def _held(self, layers: dict[str, list[Layer]], found: dict[str, DeviceBytes], n_ubatch: int) -> Held | None:

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from ..format.layout import Layer
 
 LEAST, MOST = 512, 8192  # tokens: llama.cpp's default; beyond that reading is rare enough
+MOST_ON_CPU = (
+    1024  # larger ones were 5 to 10 % slower to compute there, and the reads of this one hide behind computing
+)
 KEPT = 3 / 4
 PASS_VALUE_BYTES = (
-    6  # of a GPU, for each value of a token's rows: float32 between passes, one byte for the product, some for ids
+    6  # on a GPU, for each value of a row: float32 between passes, one byte for the product, some for ids
 )
 
 

@@ -80,8 +80,8 @@ class ExpertCache(Tables):
         """Take a slot for each expert of ``missing``, in order; all of them or none. They are loading now.
 
         ``missing``, ``active``: expert numbers of the layer; arrays are fine. Experts of ``active``, all of the layer
-        ``kept_layer``, and slots still loading are never evicted. Raises ValueError if an expert is out of range, repeated, or has a slot already;
-        :class:`BudgetError` if the pool cannot hold them.
+        ``kept_layer``, and slots still loading are never evicted. Raises ValueError if an expert is out of range, repeated, or
+        has a slot already; :class:`BudgetError` if the pool cannot hold them.
         """
         with self._lock:
             keys = self._keys(layer, missing)

@@ -38,9 +38,8 @@ std::string expert_progress::acquire(int32_t layer, int32_t n_layers, int64_t n_
     const double n_gb      = (double) (n_read - n_read_before) / 1e9;
     char         text[200];
     snprintf(text, sizeof(text),
-        "%d of %d expert layers of a batch after %.0f s: %.1f GB of experts read, %.1f GB/s, about %.0f s left (%lld pairs of "
-        "token "
-        "and expert a layer)",
+        "%d of %d expert layers of a batch after %.0f s: %.1f GB of experts read, %.1f GB/s, about %.0f s left (%lld rows a "
+        "layer)",
         layer, n_layers, elapsed_s, n_gb, n_gb / elapsed_s, elapsed_s * (n_layers - layer) / layer, (long long) n_rows);
     return text;
 }
